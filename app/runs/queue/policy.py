@@ -81,12 +81,17 @@ class Hold:
     """Workers that keep devices for a run on several devices."""
 
     run: WaitingRun
-    worker_ids: tuple[str, ...]
     start: float
     """Seconds after the snapshot when all of them have enough free devices; infinite if unknown."""
+    devices: Mapping[str, frozenset[int]]
+    """Devices of each worker that fit the run and are free at its start."""
+
+    def spare(self, worker_id: str) -> int:
+        """Return how many devices of a worker later runs may use however long they take."""
+        return max(len(self.devices[worker_id]) - self.run.needs.devices_each, 0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class QuotaHold:
     """Quota that keeps devices for a run on several devices."""
 
@@ -202,13 +207,6 @@ class QueueState:
         self._now = now
 
 
-@dataclass
-class _WorkerHold:
-    hold: Hold
-    devices: set[int]
-    """Devices that fit the run and are free at its start, so far."""
-
-
 class _Round:
     """One pass over the queue."""
 
@@ -224,8 +222,12 @@ class _Round:
         self._free_count = sum(map(len, self._free.values()))
         self._room = self._plan.room
         self._room.update(state.room())
-        self._worker_holds: dict[str, _WorkerHold] = {}
+        self._worker_holds: dict[str, Hold] = {}
+        self._devices_at_start: dict[str, set[int]] = {}
+        """Devices that are free for the holder of a worker at its start, as far as no later run has taken them."""
         self._quota_holds = self._plan.quota_holds
+        self._quota_spare: dict[str, int] = {}
+        """Devices of held quotas that later runs may use however long they take, as far as none has taken them."""
         self._lacking: set[int] = set()
         """Kinds of needs for which too few devices are free; they only become fewer during a pass."""
         self._machine_mb: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -243,7 +245,7 @@ class _Round:
                 continue  # neither a start nor a hold
             if run.not_before <= self._now:
                 self._consider(run)
-        self._state.held = {hold.run.run_id: hold.worker_ids for hold in self._plan.holds}
+        self._state.held = {hold.run.run_id: tuple(hold.devices) for hold in self._plan.holds}
         return self._plan
 
     def _consider(self, run: WaitingRun) -> None:
@@ -313,15 +315,13 @@ class _Round:
         each, worker = run.needs.devices_each, self._state.workers[worker_id]
         if worker.machine is not None and not self._has_machine_memory(run, worker):
             return None
-        held = self._worker_holds.get(worker_id)
-        if held is None:
+        hold = self._worker_holds.get(worker_id)
+        if hold is None:
             return tuple(free[:each])
-        chosen = sorted(free, key=lambda index: index in held.devices)[:each]
-        if len(held.devices.difference(chosen)) >= held.hold.run.needs.devices_each or self._ends_by(
-            run, worker_id, held.hold.start
-        ):
-            return tuple(chosen)
-        return None
+        at_start = self._devices_at_start[worker_id]
+        chosen = sorted(free, key=lambda index: index in at_start)[:each]
+        is_enough = len(at_start.difference(chosen)) >= hold.run.needs.devices_each
+        return tuple(chosen) if is_enough or self._ends_by(run, worker_id, hold.start) else None
 
     def _has_machine_memory(self, run: WaitingRun, worker: WorkerOffer) -> bool:
         """Return True if a run fits a machine beside the runs of its other CPU workers, which all offer its memory."""
@@ -346,7 +346,7 @@ class _Round:
         """Return True if a run that starts, on these workers, delays no earlier run that holds a quota."""
         for quota in run.quotas:
             held = self._quota_holds.get(quota)
-            if held is None or run.needs.devices <= held.spare:
+            if held is None or run.needs.devices <= self._quota_spare[quota]:
                 continue
             if placement is None or not all(self._ends_by(run, worker_id, held.start) for worker_id in placement):
                 return False
@@ -364,15 +364,15 @@ class _Round:
                 self._frees_at[worker_id][index] = end
             if worker.machine is not None:
                 self._machine_mb[worker.machine][worker_id] += run.needs.memory_on(worker.kind) * len(indexes)
-            held = self._worker_holds.get(worker_id)
-            if held is not None and not end <= held.hold.start < math.inf:
-                held.devices.difference_update(indexes)
+            hold = self._worker_holds.get(worker_id)
+            if hold is not None and not end <= hold.start < math.inf:
+                self._devices_at_start[worker_id].difference_update(indexes)
         for quota in run.quotas:
             if quota in self._room:
                 self._room[quota] -= run.needs.devices
             quota_hold = self._quota_holds.get(quota)
             if quota_hold is not None and not end <= quota_hold.start < math.inf:
-                quota_hold.spare -= run.needs.devices
+                self._quota_spare[quota] -= run.needs.devices
 
     def _hold(self, run: WaitingRun, full_quotas: Sequence[str]) -> None:
         """Hold workers for a run whose quotas have room, and its quotas; of another run only the full quotas."""
@@ -386,6 +386,7 @@ class _Round:
         for quota in held:
             spare = self._room_at(quota, start) - run.needs.devices
             self._quota_holds[quota] = QuotaHold(run, start, max(spare, 0))
+            self._quota_spare[quota] = max(spare, 0)
 
     def _hold_workers(self, run: WaitingRun) -> Hold | None:
         """Hold the workers that are free first, or keep those that the run holds already."""
@@ -418,14 +419,15 @@ class _Round:
         start = max(starts[worker_id] for worker_id in chosen)
         if needs.hosts > 1 and math.isinf(start) and self._has_endless_hold():
             return None
-        hold = Hold(run, tuple(chosen), start)
+        until = self._now if math.isinf(start) else start
+        devices = {
+            worker_id: frozenset(index for index in usable[worker_id] if self._frees_at[worker_id][index] <= until)
+            for worker_id in chosen
+        }
+        hold = Hold(run, start, devices)
         self._plan.holds.append(hold)
-        for worker_id in chosen:
-            times = self._frees_at[worker_id]
-            by_start = {
-                index for index in usable[worker_id] if times[index] <= (self._now if math.isinf(start) else start)
-            }
-            self._worker_holds[worker_id] = _WorkerHold(hold, by_start)
+        self._worker_holds.update(dict.fromkeys(chosen, hold))
+        self._devices_at_start.update({worker_id: set(indexes) for worker_id, indexes in devices.items()})
         return hold
 
     def _has_endless_hold(self) -> bool:

@@ -16,9 +16,8 @@ from app.contracts.training_config.field_traits import DURATION
 from app.runs.queue import durations
 from app.runs.queue.durations import Estimate, PastAttempt, Timings, Workload
 from app.runs.queue.fit import Fleet, Needs, WorkerOffer
-from app.runs.queue.policy import Snapshot, TrainingRun, WaitingRun
+from app.runs.queue.policy import MOST_HOLDS, Snapshot, TrainingRun, WaitingRun
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.reservations import MOST_RESERVATIONS, PendingRun, WorkerSlots
 from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
@@ -68,7 +67,7 @@ _PENDING = text(f"""
         FROM runs WHERE status = 'pending' AND devices_needed > 1 AND backend = ANY(:backends)
     ), chosen AS (
         SELECT id FROM first UNION
-        (SELECT id FROM wide WHERE place <= {MOST_RESERVATIONS} ORDER BY priority DESC, id LIMIT {_MOST_WIDE})
+        (SELECT id FROM wide WHERE place <= {MOST_HOLDS} ORDER BY priority DESC, id LIMIT {_MOST_WIDE})
     )
     SELECT {_RUN}, runs.priority, runs.requirements, owners.used, runs.id IN (SELECT id FROM first) AS is_first,
         {HAS_ROOM} AS has_room, {KEPT_FOR} AS kept_for,
@@ -133,28 +132,6 @@ class Forecast:
         rooms += [(run.experiment_id, run.experiment_room) for run in pending]
         self.rooms: dict[str, int] = {quota: room for quota, room in rooms if room is not None}
         """Devices that the quotas of pending runs leave."""
-        self.waiting = [
-            PendingRun(
-                run.id,
-                Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements or {}),
-                max(run.wait, 0.0),
-                run.priority,
-                run.owner,
-                tuple(quota for quota in (run.owner, run.experiment_id) if quota in self.rooms),
-            )
-            for run in pending
-            if run.kept_for is None
-        ]
-        """Pending runs, except those that must leave a quota to another one."""
-        self.queue = [run for run in self.waiting if self.pending[run.run_id].has_room]
-        """Those of them that their quotas have room for."""
-        self.workers = [
-            WorkerSlots(
-                worker,
-                tuple(math.inf if one.paused else self.ends.get(one.run_id, math.inf) for one in worker.devices),
-            )
-            for worker in fleet.workers
-        ]
 
     def estimate(self, run: Any, device: str | None, so_far: Timings | None = None) -> Estimate | None:
         """Estimate the duration of a run on a kind of device, from `so_far` or from its claim; None: no basis."""
@@ -167,7 +144,7 @@ class Forecast:
         past = [one for one in self._past[durations.similarity_key(run.backend, run.config)] if one.run_id != run.id]
         return durations.estimate(wanted, so_far, durations.typical_durations(past, wanted, device))
 
-    def seconds(self, run: PendingRun | WaitingRun, worker: WorkerOffer) -> float:
+    def seconds(self, run: WaitingRun, worker: WorkerOffer) -> float:
         """Return the duration of a pending run on a worker; infinite if unknown."""
         if (key := (run.run_id, worker.device)) not in self._seconds:
             estimate = self.estimate(self.pending[run.run_id], worker.device)

@@ -12,8 +12,8 @@ from app.config import Settings
 from app.contracts.backends import WORKER_BACKENDS
 from app.contracts.run_status import LIVE
 from app.runs.queue.fit import Fleet, Needs, RunningRun, WorkerOffer
+from app.runs.queue.policy import MOST_HOLDS
 from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.reservations import MOST_RESERVATIONS
 from app.runs.state import machine
 from app.runs.state.queue_order import KEPT_FOR, OWNER, OWNERS, WITH_ROOM
 from app.tables.base import sql_list
@@ -146,7 +146,7 @@ async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
     for head in heads:
         # The next round of reservations would drop that of a run beyond those that may have one, and its room be lost.
         others = {kept.run_id for kept in reserved.values()} - {head.id}
-        if head.devices_needed > 1 and len(others) >= MOST_RESERVATIONS:
+        if head.devices_needed > 1 and len(others) >= MOST_HOLDS:
             continue
         needs = Needs.of(head.backend, head.devices_needed, head.hosts_needed, head.requirements)
         # On a worker that is kept for a run before it, it could not start.

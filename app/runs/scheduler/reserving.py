@@ -8,7 +8,7 @@ import asyncio
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,9 +16,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.config import Settings
+from app.runs.queue.fit import WorkerOffer
+from app.runs.queue.policy import Assignment, Hold, Snapshot, WaitingRun, schedule
 from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.quotas import choose_quota_reservations
-from app.runs.scheduler.reservations import Reservation, WorkerSlots, choose_reservations, fitting_devices
 from app.runs.state.queue_order import QUOTA_LOCK
 
 _MOST_SECONDS = 1e9
@@ -103,64 +103,65 @@ async def _unchanging(
 
 def _rows(forecast: Forecast) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of both tables."""
-    made, fitting = _choose(forecast)
+    snapshot = forecast.snapshot()
+    plan = schedule(snapshot)
+    workers = {worker.worker_id: worker for worker in snapshot.fleet.workers}
+    # A run on several hosts is claimed only where it is reserved, also if it can start now.
+    starting = [_hold_of(one, workers) for one in plan.assignments if one.run.needs.hosts > 1]
+    holds = [
+        {
+            "worker_id": worker_id,
+            "run_id": hold.run.run_id,
+            "devices": hold.run.needs.devices_each,
+            "starts_at": _starts_at(forecast, hold.start),
+            "spare": hold.spare(worker_id),
+            "durations": json.dumps(_shorter_runs(snapshot, hold.run, hold.start, [workers[worker_id]])),
+        }
+        for hold in (*plan.holds, *starting)
+        for worker_id in hold.devices
+    ]
     quotas = [
         {
-            "quota_id": one.quota_id,
-            "run_id": one.run_id,
-            "starts_at": _starts_at(forecast, one.start),
-            "spare": one.spare,
-            "durations": json.dumps(one.durations),
+            "quota_id": quota_id,
+            "run_id": hold.run.run_id,
+            "starts_at": _starts_at(forecast, hold.start),
+            "spare": hold.spare,
+            "durations": json.dumps(_shorter_runs(snapshot, hold.run, hold.start, workers.values(), quota_id)),
         }
-        for one in choose_quota_reservations(forecast, {one.run.run_id: one.start for one in made})
+        for quota_id, hold in plan.quota_holds.items()
     ]
-    return [_row(forecast, one, fitting) for one in made], quotas
+    return holds, quotas
 
 
-def _choose(forecast: Forecast) -> tuple[list[Reservation], dict[str, dict[int, tuple[int, ...]]]]:
-    """Return the reservations, and the devices on which each run fits."""
-    slots = forecast.workers
-    fitting = fitting_devices(forecast.queue, slots, forecast.fleet.gpu_backends)
-    for run in forecast.queue:
-        if run.needs.hosts > 1:
-            # A paused device takes no run until it is checked: several workers must not be idle for as long.
-            fitting[run.run_id] = _usable(slots, fitting[run.run_id], run.needs.devices_each)
-    places = {worker.offer.worker_id: at for at, worker in enumerate(slots)}
-    held = {
-        run: {places[worker] for worker in workers if worker in places} for run, workers in forecast.reserved.items()
+def _hold_of(assignment: Assignment, workers: Mapping[str, WorkerOffer]) -> Hold:
+    """Return what an assignment holds until it is claimed."""
+    needs = assignment.run.needs
+    free = {
+        worker_id: frozenset(
+            index
+            for index, device in enumerate(workers[worker_id].devices)
+            if device.run_id is None and not device.paused and needs.fits(workers[worker_id].kind, device)
+        )
+        for worker_id in assignment.devices
     }
-    free, alike = [worker.free for worker in slots], [worker.offer.alike for worker in slots]
-    return choose_reservations(forecast.queue, fitting, free, 0.0, held, alike), fitting
+    return Hold(assignment.run, 0.0, free)
 
 
-def _usable(
-    slots: Sequence[WorkerSlots], fitting: Mapping[int, tuple[int, ...]], count: int
-) -> dict[int, tuple[int, ...]]:
-    """Return the workers with at least `count` devices that are not paused, with those."""
-    found = {
-        at: tuple(device for device in devices if not slots[at].offer.devices[device].paused)
-        for at, devices in fitting.items()
-    }
-    return {at: devices for at, devices in found.items() if len(devices) >= count}
-
-
-def _row(forecast: Forecast, made: Reservation, fitting: dict[str, dict[int, tuple[int, ...]]]) -> dict[str, Any]:
-    worker = forecast.workers[made.worker]
+def _shorter_runs(
+    snapshot: Snapshot, holder: WaitingRun, start: float, workers: Iterable[WorkerOffer], quota_id: str | None = None
+) -> dict[str, float]:
+    """Return the durations of other runs, of a quota if one is given, that end before `start` on all these workers."""
     durations: dict[str, float] = {}
-    if 0 < made.start < math.inf:
-        for run in forecast.queue:
-            if run is not made.run and made.worker in fitting[run.run_id]:
-                seconds = forecast.seconds(run, worker.offer)
-                if seconds < made.start:
-                    durations[run.run_id] = round(seconds, 1)
-    return {
-        "worker_id": worker.offer.worker_id,
-        "run_id": made.run.run_id,
-        "devices": made.run.needs.devices_each,
-        "starts_at": _starts_at(forecast, made.start),
-        "spare": made.spare,
-        "durations": json.dumps(durations),
-    }
+    if not 0 < start < math.inf:
+        return durations
+    for run in snapshot.waiting:
+        if run.run_id == holder.run_id or (quota_id is not None and quota_id not in run.quotas):
+            continue
+        gpu_backends = snapshot.fleet.gpu_backends
+        seconds = [snapshot.seconds(run, worker) for worker in workers if run.needs.allows_worker(worker, gpu_backends)]
+        if seconds and max(seconds) < start:
+            durations[run.run_id] = round(max(seconds), 1)
+    return durations
 
 
 def _starts_at(forecast: Forecast, start: float) -> datetime | None:

@@ -1,7 +1,7 @@
 """SQL of the order in which pending runs are claimed, and of quotas.
 
 Runs of higher priority come first, then those of the owner that has used fewer devices lately, then older ones.
-A quota may be kept for one of them (`app.runs.scheduler.quotas`): later runs leave it as many devices as it needs.
+A quota may be kept for one of them (`app.runs.queue.policy`): later runs leave it as many devices as it needs.
 """
 
 from typing import Any

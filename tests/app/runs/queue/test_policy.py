@@ -210,12 +210,11 @@ class TestHolds:
     def test_a_run_holds_the_worker_whose_devices_are_free_first_unless_it_holds_another(self) -> None:
         busy = [worker(0, 50, worker_id="v"), worker(0, 48, worker_id="w")]
         for held, worker_id in (({}, "w"), ({"a": ["v"]}, "v")):
-            assert [hold.worker_ids for hold in schedule(snapshot(busy, [waiting(devices=2)], held=held)).holds] == [
-                (worker_id,)
-            ]
+            (hold,) = schedule(snapshot(busy, [waiting(devices=2)], held=held)).holds
+            assert list(hold.devices) == [worker_id]
         busy[1] = worker(0, 30, worker_id="w")
         moved = schedule(snapshot(busy, [waiting(devices=2)], held={"a": ["v"]}))
-        assert moved.holds[0].worker_ids == ("w",), "it is free clearly sooner"
+        assert list(moved.holds[0].devices) == ["w"], "it is free clearly sooner"
 
     def test_only_one_run_on_several_hosts_without_a_known_start_holds_workers(self) -> None:
         busy = [worker(UNKNOWN, worker_id=f"w{at}", joins_hosts=True) for at in range(4)]

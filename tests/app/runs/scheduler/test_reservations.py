@@ -1,7 +1,6 @@
-"""Reservations of workers for runs on several devices, for constructed queues and in the database."""
+"""Reservations of workers for runs on several devices, as they are stored and as claims respect them."""
 
 import asyncio
-import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,98 +10,15 @@ from sqlalchemy import Engine, insert, text
 from app.config import Settings
 from app.infra.db import async_engine, session_maker
 from app.runs.queue.durations import Estimate
-from app.runs.queue.fit import Needs
 from app.runs.scheduler import reserving
 from app.runs.scheduler.eta import EtaService
 from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.reservations import PendingRun, Reservation, choose_reservations
 from app.runs.scheduler.reserving import reserve
 from app.runs.state import machine
 from app.tables.runs import Run
 from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, claim_with_others, run_row, waiting_for_locks
 from tests.waiting import eventually
-
-
-def wide(run_id: str = "wide", devices: int = 2, not_before: float = 0.0, hosts: int = 1) -> PendingRun:
-    return PendingRun(run_id, Needs("celery", devices=devices, hosts=hosts), not_before)
-
-
-def choose(
-    free: list[list[float]], *queue: PendingRun, now: float = 0.0, held: dict[str, list[int]] | None = None
-) -> dict[str, Reservation]:
-    """Reservations by run, of runs that fit every device."""
-    fitting = {
-        run.run_id: {at: list(range(len(one))) for at, one in enumerate(free) if len(one) >= run.needs.devices_each}
-        for run in queue
-    }
-    return {one.run.run_id: one for one in choose_reservations(queue, fitting, free, now, held or {})}
-
-
-class TestChoice:
-    def test_each_takes_the_worker_whose_devices_are_free_first_and_not_that_of_another(self) -> None:
-        found = choose([[30.0, 80.0], [50.0, 20.0], [90.0]], wide("a"), wide("b"), wide("c"))
-        assert {name: (one.worker, one.start) for name, one in found.items()} == {"a": (1, 50.0), "b": (0, 80.0)}
-
-    def test_a_run_that_needs_one_device_or_may_not_start_yet_reserves_none(self) -> None:
-        assert choose([[9.0, 9.0]], wide("one", devices=1), wide("later", not_before=5.0)) == {}
-
-    @pytest.mark.parametrize(("other", "worker"), [(90.0, 0), (70.0, 1)])
-    def test_a_worker_that_is_held_is_left_only_for_one_that_is_free_clearly_sooner(
-        self, other: float, worker: int
-    ) -> None:
-        assert choose([[100.0, 100.0], [other, other]], wide(), held={"wide": [0]})["wide"].worker == worker
-
-    def test_of_workers_whose_ends_are_unknown_it_is_the_one_with_most_free_devices(self) -> None:
-        found = choose([[math.inf, math.inf], [0.0, math.inf]], wide())["wide"]
-        assert (found.worker, found.start, found.spare) == (1, math.inf, 0)
-
-    def test_devices_that_will_be_free_beyond_its_own_are_spare(self) -> None:
-        assert choose([[0.0, 10.0, 20.0, 20.0, 99.0]], wide())["wide"].spare == 0
-        assert choose([[0.0, 10.0, 20.0, 20.0, 99.0]], wide(devices=3))["wide"].spare == 1
-
-
-class TestOfSeveralHosts:
-    def places(
-        self, free: list[list[float]], *queue: PendingRun, **more: Any
-    ) -> dict[str, list[tuple[int, float, int]]]:
-        """Workers of each run, with the start and the spare devices."""
-        fitting = {
-            run.run_id: {at: list(range(len(one))) for at, one in enumerate(free) if len(one) >= run.needs.devices_each}
-            for run in queue
-        }
-        found: dict[str, list[tuple[int, float, int]]] = {}
-        for one in choose_reservations(queue, fitting, free, 0.0, more.get("held", {})):
-            found.setdefault(one.run.run_id, []).append((one.worker, one.start, one.spare))
-        return found
-
-    def test_it_reserves_the_workers_that_are_free_first_until_all_of_them_are(self) -> None:
-        free = [[50.0, 90.0], [10.0, 20.0, 30.0], [40.0, 60.0]]
-        assert self.places(free, wide(devices=4, hosts=2)) == {"wide": [(1, 60.0, 1), (2, 60.0, 0)]}
-
-    def test_it_keeps_those_that_it_holds(self) -> None:
-        free = [[50.0], [49.0], [48.0]]
-        assert [at for at, *_ in self.places(free, wide(hosts=2), held={"wide": [0, 1]})["wide"]] == [1, 0]
-
-    def test_with_too_few_workers_it_reserves_none_and_leaves_them_to_the_next(self) -> None:
-        found = self.places([[1.0, 1.0], [1.0]], wide("a", devices=4, hosts=2), wide("b", devices=2, hosts=2))
-        assert list(found) == ["b"]
-
-    def test_two_runs_share_no_worker(self) -> None:
-        found = self.places([[0.0], [0.0], [0.0]], wide("a", hosts=2), wide("b", hosts=2))
-        assert {run: sorted(at for at, *_ in places) for run, places in found.items()} == {"a": [0, 1]}
-
-    def test_only_one_whose_start_is_unknown_keeps_workers_idle(self) -> None:
-        unknown = [[0.0], [math.inf], [math.inf], [math.inf]]
-        assert set(self.places(unknown, wide("a", hosts=2), wide("b", hosts=2))) == {"a"}
-
-    def test_all_its_workers_have_devices_of_one_model(self) -> None:
-        run = wide(hosts=2)
-        free = [[0.0], [10.0], [20.0]]
-        fitting = {run.run_id: {at: [0] for at in range(3)}}
-        found = choose_reservations([run], fitting, free, 0.0, {}, ["L4", "H100", "H100"])
-        assert [one.worker for one in found] == [1, 2]
-        assert choose_reservations([run], fitting, free, 0.0, {}, ["L4", "H100", "A100"]) == []
 
 
 def stored(engine: Engine) -> list[Any]:
@@ -363,18 +279,14 @@ class TestOfTheQueue:
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
     ) -> None:
         worker = add_worker(engine, devices=5)
-        lengths[add_run(engine).id] = 50.0
+        lengths[add_run(engine, devices_needed=3).id] = 50.0
         claim(engine, worker)
         add_run(engine, devices_needed=3, requirements={"memory_mb": 2000})
         add_run(engine, devices_needed=2, requirements={"labels": ["elsewhere"]})
-        fits = add_run(engine, devices_needed=3)
+        fits = add_run(engine, devices_needed=4)
         small = [add_run(engine) for _ in range(2)]
         await renew(settings)
         assert [(row.run_id, row.spare) for row in stored(engine)] == [(fits.id, 1)], "others fit no worker"
-        with engine.begin() as connection:  # so that it does not start first
-            connection.execute(
-                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": fits.id}
-            )
         assert [claim(engine, worker).id, claim(engine, worker)] == [small[0].id, None]
 
     async def test_a_reservation_that_nobody_renews_binds_no_one(self, settings: Settings, engine: Engine) -> None:
