@@ -77,7 +77,7 @@ class NewRun:
 
     plan: RunPlan
     requirements: Mapping[str, Any]
-    """What a device needs to train it (`validation.resources.requirements`)."""
+    """Requirements on a device (`validation.resources.requirements`)."""
     experiment_id: str
     name: str
     id: str = field(default_factory=lambda: new_id("run"))

@@ -439,9 +439,9 @@ class _Round:
         training = [(end, devices) for end, devices, _, quotas in self._state.training if quota in quotas]
         seconds, workers = self._state.snapshot.seconds, self._state.workers
         started = [
-            (self._now + max(seconds(one.run, workers[worker_id]) for worker_id in one.devices), one.run.needs.devices)
-            for one in self._plan.assignments
-            if quota in one.run.quotas
+            (self._now + max(seconds(run, workers[worker_id]) for worker_id in devices), run.needs.devices)
+            for run, devices in ((assignment.run, assignment.devices) for assignment in self._plan.assignments)
+            if quota in run.quotas
         ]
         return sorted(training + started)
 

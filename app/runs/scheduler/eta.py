@@ -114,7 +114,6 @@ class _Predictions:
             if reason is not None:
                 found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
                 continue
-
             estimate = forecast.estimate(row, start.worker.device) if start.worker and start.start < math.inf else None
             found[run.run_id] = self._pending(start, estimate, has_room)
         return found

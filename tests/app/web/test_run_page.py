@@ -28,7 +28,7 @@ SERVICE_IS_AWAY = [
     "net::ERR_CONNECTION_REFUSED", "net::ERR_CONNECTION_RESET", "net::ERR_EMPTY_RESPONSE",
     "net::ERR_INCOMPLETE_CHUNKED_ENCODING", "status of 503",
 ]  # fmt: skip
-"""What the console shows of requests that are in flight when the service ends, and of those after that."""
+"""Console messages about requests that the end of the service interrupts, and about later ones."""
 
 
 class TestRun:

@@ -16,7 +16,7 @@ from tests.server import ApiServer, ThreadServer
 
 @pytest.fixture
 def visitor(page: Page, tolerated: list[str]) -> Page:
-    """The tab of somebody who is not signed in."""
+    """Tab without a session."""
     tolerated.append("status of 401")
     page.context.clear_cookies()
     return page

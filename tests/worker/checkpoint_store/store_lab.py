@@ -59,7 +59,7 @@ class StoreLab(Lab):
         self.remote.objects.put(self.storage.key_of(dataset), iter([content]))
 
     def save_queued(self, step: int) -> Path:
-        """Save a checkpoint, which the uploader is told of."""
+        """Save a checkpoint and notify the uploader."""
         folder = self.save(step)
         (row,) = [row for row in self.rows() if row.step == step]
         self.uploader.add(row)

@@ -1,4 +1,4 @@
-"""Whole folders arrive in an object store or none, also of a hostile trainer; an outage is told in words of our own."""
+"""Whole folders arrive in an object store or none, also of a hostile trainer; its errors become sentences of ours."""
 
 import hashlib
 import json
