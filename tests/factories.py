@@ -13,12 +13,13 @@ from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.events.log import NewEvent, append
 from app.runs.metrics.rollups import Rollups
+from app.runs.queue.claim import claim_run
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
 from app.tables.runs import Run
-from tests.rows import add_worker
+from tests.rows import add_worker, run_row
 from tests.waiting import eventually
 
 
@@ -67,7 +68,8 @@ class Trainer:
         """Claim the run, which must be the only pending one; `rolls_up=False` acts as a worker of the first version."""
         self.engine = engine
         self.run_id = run_id
-        self.worker_id = add_worker(engine, memory_mb=[100_000] * devices, backends=["celery", "fake", "ray"])
+        backends, kind = ["celery", "fake", "ray"], run_row(engine, run_id).requirements.get("kind") or "cpu"
+        self.worker_id = add_worker(engine, kind=kind, memory_mb=[100_000] * devices, backends=backends)
         # If a dispatcher locks the run at this moment, the claim skips it once.
         claimed = eventually(self._claim)
         assert claimed["id"] == run_id
@@ -78,8 +80,8 @@ class Trainer:
 
     def _claim(self) -> Any:
         with self.engine.begin() as connection:
-            claim = machine.claim(self.worker_id, ["celery", "fake", "ray"], 600.0, "cuda", [])
-            return connection.execute(claim).mappings().one_or_none()
+            row = claim_run(connection, self.worker_id, 600.0)
+        return None if row is None else row._mapping
 
     def begin(self, step: int = 0, total: int | None = 100) -> "Trainer":
         """Start training."""

@@ -1,5 +1,6 @@
 """Direct database access for tests below the API."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,10 @@ from sqlalchemy import Connection, Engine, insert, literal, select, text
 from sqlalchemy.dialects.postgresql import JSONB
 
 from app.infra.ids import new_id
-from app.runs.state import group_claim, machine
+from app.runs.queue.claim import claim_run
+from app.runs.queue.holds import StoredHold, StoredHolds, StoredQuotaHold
+from app.runs.queue.holds_table import read_holds, store_holds
+from app.runs.state import machine
 from app.tables.api_keys import ApiKey
 from app.tables.datasets import Dataset
 from app.tables.events import RunEvent
@@ -85,48 +89,36 @@ def add_worker(
     return worker_id
 
 
-def claim(
-    engine: Engine,
-    worker_id: str,
-    lease: float = 60.0,
-    backends: tuple[str, ...] = ("fake",),
-    kind: str = "cpu",
-    labels: tuple[str, ...] = (),
-) -> Any:
+def claim(engine: Engine, worker_id: str, lease: float = 60.0, only_run: tuple[str, int] | None = None) -> Any:
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
-        return claim_within(connection, worker_id, lease, backends, kind, labels)
+        return claim_run(connection, worker_id, lease, only_run)
 
 
-def claim_within(
-    connection: Connection, worker_id: str, lease: float, backends: tuple[str, ...], kind: str, labels: tuple[str, ...]
-) -> Any:
-    """Claim a run within a transaction, behind the locks that a worker takes; return its row or None."""
-    for lock in (*machine.lock_for_claim(worker_id), machine.lock_devices(worker_id)):
-        connection.execute(lock)
-    return connection.execute(machine.claim(worker_id, list(backends), lease, kind, list(labels))).one_or_none()
-
-
-def claim_with_others(
-    engine: Engine, worker_id: str, lease: float = 60.0, backends: tuple[str, ...] = ("fake",)
-) -> Any:
-    """Claim the run for which this worker and others are reserved; return its row or None."""
+def hold_workers(
+    engine: Engine,
+    run_id: str,
+    *worker_ids: str,
+    devices: Sequence[int] = (0,),
+    quota_holds: Sequence[StoredQuotaHold] = (),
+) -> None:
+    """Let a run hold workers, whose devices of these indexes are free when it can start; others keep other workers."""
+    run = run_row(engine, run_id)
+    held = {worker_id: list(devices) for worker_id in worker_ids}
+    hold = StoredHold(run_id=run_id, hosts=run.hosts_needed, starts_at=time.time(), devices=held)
     with engine.begin() as connection:
-        for lock in machine.lock_for_claim(worker_id):
-            connection.execute(lock)
-        return connection.execute(group_claim.claim_with_others(worker_id, list(backends), lease)).one_or_none()
+        others = [
+            other
+            for other in read_holds(connection)[0].holds
+            if other.run_id != run_id and not held.keys() & other.devices.keys()
+        ]
+        store_holds(connection, StoredHolds(holds=[*others, hold], quota_holds=list(quota_holds)))
 
 
-def reserve(engine: Engine, run_id: str, *worker_ids: str) -> None:
-    """Reserve workers for a run, whose devices are free."""
-    query = text(
-        "INSERT INTO reservations (worker_id, run_id, devices, starts_at, spare) VALUES (:worker, :run, 1, now(), 0) "
-        "ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, made_at = now()"
-    )
+def stored_holds(engine: Engine) -> StoredHolds:
+    """Return what runs hold."""
     with engine.begin() as connection:
-        connection.execute(text("DELETE FROM reservations WHERE run_id = :run"), {"run": run_id})
-        for worker_id in worker_ids:
-            connection.execute(query, {"worker": worker_id, "run": run_id})
+        return read_holds(connection)[0]
 
 
 def run_row(engine: Engine, run_id: str) -> Any:

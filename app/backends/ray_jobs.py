@@ -8,9 +8,10 @@ been submitted is looked up by its id, and never submitted twice.
 import asyncio
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC
+from types import SimpleNamespace
 from typing import Any
 
 from sqlalchemy import Executable, text
@@ -25,8 +26,10 @@ from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.db import is_away
 from app.runs.queue.fit import kept_quota_reason, reason_of_quota
+from app.runs.queue.holds_table import read_quota_holds
+from app.runs.queue.order import JOIN_ROOM, OWNER, WITH_ROOM
+from app.runs.queue.policy import OrderKey, QuotaHold
 from app.runs.state import machine
-from app.runs.state.queue_order import JOIN_ROOM, KEPT_QUOTAS, OWNER, WITH_ROOM
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ _PENDING = text(f"""
         extract(epoch FROM clock_timestamp() - chosen.added_at) AS waits,
         owners.room AS key_room, owners.max_devices AS key_devices,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
-        {KEPT_QUOTAS} AS kept
+        owners.used
     FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM}
     ORDER BY has_job DESC, runs.priority DESC, owners.used, runs.id
 """)
@@ -165,7 +168,9 @@ class RayJobs:
         """Note the next pending runs for which jobs are to be submitted; explain why the others wait."""
         async with self._engine.begin() as connection:
             await connection.execute(_FORGET)
-            waiting = (await connection.execute(_PENDING)).all()
+            rows = (await connection.execute(_PENDING)).all()
+            quota_holds = await connection.run_sync(read_quota_holds)
+            waiting = [SimpleNamespace(**row._mapping, kept=_kept_quotas(row, quota_holds)) for row in rows]
             held = [run for run in waiting if run.has_job]
             reasons: list[tuple[Any, PendingReason]] = []
             for run in waiting[len(held) :]:
@@ -337,14 +342,24 @@ def _shape(run: Any) -> tuple[Any, ...]:
     return run.owner, run.devices_needed, ray_reasons.kind_of(run), tuple(ray_reasons.labels_of(run))
 
 
+def _kept_quotas(run: Any, quota_holds: Mapping[str, tuple[OrderKey, QuotaHold]]) -> dict[str, tuple[str, int]]:
+    """Return the quotas that earlier runs hold, each with that run and the devices that it leaves."""
+    place: OrderKey = (-run.priority, run.used, run.run_id)
+    return {
+        quota: (hold.run.run_id, hold.spare)
+        for quota, (holder_place, hold) in quota_holds.items()
+        if quota in (run.owner, run.experiment_id) and holder_place < place
+    }
+
+
 def _quota_reason(held: Sequence[Any], run: Any) -> PendingReason | None:
     """Return why the quotas of a run, of which the jobs that are `held` take their devices too, leave it no room."""
     of_key = sum(one.devices_needed for one in held if one.owner == run.owner)
     of_experiment = sum(one.devices_needed for one in held if one.experiment_id == run.experiment_id)
     if (reason := reason_of_quota(run, of_key, of_experiment)) is not None:
         return reason
-    for quota, (first, spare) in (run.kept or {}).items():
-        taken = sum(one.devices_needed for one in held if quota in (one.kept or ()))
+    for quota, (first, spare) in run.kept.items():
+        taken = sum(one.devices_needed for one in held if quota in one.kept)
         if run.devices_needed > spare - taken:
             return kept_quota_reason(first)
     return None

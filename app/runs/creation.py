@@ -18,7 +18,7 @@ from app.infra.storage import Storage
 from app.runs.estimates import service as estimates
 from app.runs.plan import NewRun, RunPlan
 from app.runs.queue.fit import Needs, pending_reason, quota_reason
-from app.runs.scheduler.fleet import read_fleet
+from app.runs.queue.fleet import read_fleet
 from app.runs.service import get
 from app.runs.state import machine
 from app.runs.validation.request import lock_references, validate_request

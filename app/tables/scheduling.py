@@ -1,53 +1,27 @@
-"""Tables of reservations of devices and of quotas, and of the usage of devices by owner."""
+"""Tables of the plan of the queue, of jobs of a Ray cluster, and of the usage of devices by owner."""
 
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import CheckConstraint, ForeignKey, func, text
+from sqlalchemy import CheckConstraint, func, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.tables.base import Base
 
-RESERVATION_SECONDS = 30.0
-"""Seconds after which a reservation that was not renewed no longer counts: no API process runs then."""
+HOLD_SECONDS = 30.0
+"""Seconds after which a plan that was not renewed no longer counts: no API process runs then."""
 
 
-class Reservation(Base):
-    """Worker that keeps devices for a pending run which needs several; one API process renews all of them."""
+class QueuePlan(Base):
+    """The last plan of the queue: devices and quotas that it holds for runs on several devices. At most one row."""
 
-    __tablename__ = "reservations"
-    __table_args__ = (CheckConstraint("devices > 0 AND spare >= 0", name="counts_positive"),)
+    __tablename__ = "queue_plan"
+    __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
 
-    worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id", ondelete="CASCADE"), primary_key=True)
-    run_id: Mapped[str]
-    """Not a foreign key, whose check would lock the run and so hide it from claims."""
-    devices: Mapped[int]
-    starts_at: Mapped[datetime | None]
-    """Time at which so many devices will be free; null if that is unknown."""
-    spare: Mapped[int]
-    """Further devices that later runs may use, however long."""
-    durations: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
-    """Predicted seconds on this worker of runs that may end before `starts_at`, by their id."""
-    made_at: Mapped[datetime] = mapped_column(server_default=func.now())
-
-
-class QuotaReservation(Base):
-    """Quota of a key or an experiment of which devices are kept for a pending run; one API process renews all."""
-
-    __tablename__ = "quota_reservations"
-    __table_args__ = (CheckConstraint("spare >= 0", name="spare_positive"),)
-
-    quota_id: Mapped[str] = mapped_column(primary_key=True)
-    """Id of the key or the experiment."""
-    run_id: Mapped[str]
-    """Not a foreign key, as in `Reservation`."""
-    starts_at: Mapped[datetime | None]
-    """Time at which the quota will have room for the run; null if that is unknown."""
-    spare: Mapped[int]
-    """Further devices of the quota that later runs may use, however long."""
-    durations: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
-    """Predicted seconds of runs that may end before `starts_at`, by their id."""
-    made_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False, server_default=text("1"))
+    holds: Mapped[dict[str, Any]]
+    """`app.runs.queue.holds.StoredHolds`."""
+    made_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class RayJob(Base):

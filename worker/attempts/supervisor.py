@@ -5,10 +5,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Executable, Row
+from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.attempt.failure_report import KillReason
@@ -18,8 +18,8 @@ from app.infra.clock import since_boot
 from app.infra.db import is_away, is_conflict
 from app.infra.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
+from app.runs.queue.claim import claim_run
 from app.runs.state import machine, parts
-from app.runs.state.group_claim import claim_with_others, is_reserved_with_others
 from worker.attempts import auto_repair, failure_report
 from worker.attempts.delivery import deliver
 from worker.attempts.device_checks import pause_unusable_devices, wait_for_devices
@@ -80,46 +80,6 @@ def work(context: WorkerContext) -> None:
         supervise(context, run, sent)
 
 
-@cache
-def _claim(
-    worker_id: str,
-    backends: tuple[str, ...],
-    lease_seconds: float,
-    kind: str,
-    labels: tuple[str, ...],
-    only_run: tuple[str, int] | None,
-) -> Executable:
-    # It is the same for every claim of a worker, and building it takes longer than executing it.
-    return machine.claim(worker_id, list(backends), lease_seconds, kind, list(labels), only_run)
-
-
-@cache
-def _lock_for_claim(worker_id: str) -> tuple[Executable, ...]:
-    return machine.lock_for_claim(worker_id)
-
-
-@cache
-def _lock_devices(worker_id: str) -> Executable:
-    return machine.lock_devices(worker_id)
-
-
-@cache
-def _claim_with_others(worker_id: str, backends: tuple[str, ...], lease_seconds: float) -> Executable:
-    return claim_with_others(worker_id, list(backends), lease_seconds)
-
-
-@cache
-def _is_reserved_with_others(worker_id: str) -> Executable:
-    return is_reserved_with_others(worker_id)
-
-
-def _locked(connection: Connection, *statements: Executable) -> Row[Any] | None:
-    """Execute a claim, the last statement, behind the locks that it needs."""
-    for statement in statements:
-        found = connection.execute(statement)
-    return found.one_or_none()
-
-
 def _repeated_in_conflict(work: Callable[[], Row[Any] | None]) -> Row[Any] | None:
     """Do a transaction, again if another one and it waited for each other, which PostgreSQL ends after a second."""
     for _ in range(_CONFLICT_TRIES - 1):
@@ -135,19 +95,10 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     settings = context.settings
     pause_unusable_devices(context)
-    backends, lease = tuple(context.backends), settings.lease_seconds
-    own = _claim(context.id, backends, lease, context.kind, settings.labels, context.only_run)
 
     def claim_row() -> Row[Any] | None:
         with context.engine.begin() as connection:
-            row = _locked(connection, *_lock_for_claim(context.id), _lock_devices(context.id), own)
-        if row is None and context.group_address is not None:
-            # In a transaction of its own, without the locks of the one before.
-            with context.engine.begin() as connection:
-                if connection.scalar(_is_reserved_with_others(context.id)):
-                    taking = _claim_with_others(context.id, backends, lease)
-                    row = _locked(connection, *_lock_for_claim(context.id), taking)
-        return row
+            return claim_run(connection, context.id, settings.lease_seconds, context.only_run)
 
     try:
         row = _repeated_in_conflict(claim_row)

@@ -1,7 +1,4 @@
-"""Fitting of runs to devices, and the reason why a pending run has none. No database.
-
-A claim applies the same conditions in SQL (`app.runs.state.fitting`); a test compares the two.
-"""
+"""Fitting of runs to devices, and the reason why a pending run has none. No database."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +19,8 @@ class DeviceOffer:
     name: str = ""
     held_mb: int = 0
     """Memory that its run needs."""
+    index: int = 0
+    """Its index on the worker, which may leave some out."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class RunningRun:
     run_id: str
     priority: int
     owner: str
-    """Owner of the run (see `queue_order.OWNERS`)."""
+    """Owner of the run (see `app.runs.queue.order`)."""
     devices: int
     seconds: float
     """Seconds since its attempt started."""
@@ -222,7 +221,7 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
 def reason_of_quota(run: Any, by_key: int = 0, by_experiment: int = 0) -> PendingReason | None:
     """Return the reason of a run that waits for a quota; None if it does not.
 
-    `run` has the rooms of `app.runs.state.queue_order`. Runs before it will take `by_key` devices of that of its key,
+    `run` has the rooms of `app.runs.queue.order`. Runs before it will take `by_key` devices of that of its key,
     and `by_experiment` of that of its experiment.
     """
     if run.key_room is not None and run.devices_needed > run.key_room - by_key:

@@ -1,11 +1,12 @@
 """Policy of the queue: which pending runs start now and on which devices, and what the others wait for.
 
-Pure, so the forecast moves it to later times. Claims (`app.runs.state.machine.claim`) state the same order, fit, holds
-and quotas in SQL, but each worker claims for itself: of the second rule they know the smallest devices. The rules:
+Pure: a round plans the whole queue, the forecast moves that plan to later times, and a claim plans for one worker, with
+the holds of the last round. The rules:
 
 1. Runs are considered by priority, then by what their owner has used lately, then by age.
 2. A run takes the smallest devices that it fits, on the worker that has the fewest other free devices, so that larger
-   runs and runs on several devices find room later.
+   runs and runs on several devices find room later. A worker claims for itself, so which worker is first a matter of
+   which one asks first; a plan of the whole queue is a prediction of that.
 3. A run on several devices that finds too few free ones holds a worker, or one for each host that it needs. A later
    run starts there only if it is predicted to end before the first one can start, or leaves it enough devices.
 4. The quotas of a run's API key and experiment limit the devices that their runs use together. A run on several
@@ -22,6 +23,8 @@ from app.runs.queue.fit import Fleet, Needs, WorkerOffer
 
 MOST_HOLDS = 3
 """Most runs that hold workers at a time: each keeps devices idle."""
+OrderKey = tuple[int, float, str]
+"""Place of a run in the queue; the smallest is first."""
 _CLEARLY_SOONER = 0.8
 """A run moves from the workers that it holds to others only if those are free within this part of the wait."""
 
@@ -37,6 +40,8 @@ class WaitingRun:
     quotas: tuple[str, ...] = ()
     """Ids of its API key and its experiment."""
     not_before: float = 0.0
+    is_ready: bool = True
+    """False: processes of an earlier attempt may still run, so it only holds what it needs."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,23 @@ class Snapshot:
     """Most devices at a time of each quota."""
     held: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Workers that runs hold since the last plan."""
+    claim: "Claim | None" = None
+    """Worker that asks for a run; None: all workers take runs."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Worker that asks for a run, and what the last plan of the whole queue holds.
+
+    Only it takes runs; of a run on several hosts that holds workers it is the lead. It makes no holds: alone it does
+    not know which workers are free first.
+    """
+
+    worker_id: str
+    holds: Mapping[str, "Hold"] = field(default_factory=dict)
+    """Workers that runs hold, by id of the run."""
+    quota_holds: Mapping[str, "QuotaHold"] = field(default_factory=dict)
+    """Quotas that runs hold, by id of the quota."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +136,25 @@ class Plan:
     """Devices that each quota leaves once these runs have started."""
 
 
-def order_key(run: WaitingRun, used: Mapping[str, float]) -> tuple[int, float, str]:
-    """Return the place of a run in the queue; the smallest is first. Ids of runs begin with their time of creation."""
+def order_key(run: WaitingRun, used: Mapping[str, float]) -> OrderKey:
+    """Return the place of a run in the queue. Ids of runs begin with their time of creation."""
     return -run.priority, used.get(run.owner, 0.0), run.run_id
+
+
+def quota_holder(run: WaitingRun, snapshot: Snapshot, plan: Plan) -> str | None:
+    """Return the id of the earlier run that would wait longer for a quota if a run started now; None if none would."""
+    place = order_key(run, snapshot.used)
+    for quota in run.quotas:
+        hold = plan.quota_holds.get(quota)
+        if hold is None or order_key(hold.run, snapshot.used) >= place or run.needs.devices <= hold.spare:
+            continue
+        workers = [
+            worker for worker in snapshot.fleet.workers if run.needs.allows_worker(worker, snapshot.fleet.gpu_backends)
+        ]
+        longest = max((snapshot.seconds(run, worker) for worker in workers), default=math.inf)
+        if not longest <= hold.start < math.inf:
+            return hold.run.run_id
+    return None
 
 
 def schedule(snapshot: Snapshot) -> Plan:
@@ -213,6 +251,7 @@ class _Round:
     def __init__(self, state: QueueState, now: float) -> None:
         self._state = state
         self._now = now
+        self._claim = state.snapshot.claim
         self._plan = Plan()
         self._frees_at = {worker_id: list(times) for worker_id, times in state.frees_at.items()}
         self._free = {
@@ -240,23 +279,28 @@ class _Round:
 
     def plan(self) -> Plan:
         for run in self._state.waiting_in_order():
-            is_wide = run.needs.devices > 1
-            if self._free_count == 0 and (not is_wide or len(self._plan.holds) == MOST_HOLDS):
+            may_hold = run.needs.devices > 1 and (self._claim is not None or len(self._plan.holds) < MOST_HOLDS)
+            if self._free_count == 0 and not may_hold:
                 continue  # neither a start nor a hold
             if run.not_before <= self._now:
                 self._consider(run)
+            if self._claim is not None and self._plan.assignments:
+                break
         self._state.held = {hold.run.run_id: tuple(hold.devices) for hold in self._plan.holds}
         return self._plan
 
     def _consider(self, run: WaitingRun) -> None:
         devices = run.needs.devices
         full_quotas = [quota for quota in run.quotas if devices > self._room.get(quota, math.inf)]
-        placement = self._placement(run) if not full_quotas else None
+        placement = self._placement(run) if run.is_ready and not full_quotas else None
         if placement is not None:
             if self._respects_quota_holds(run, placement):
                 self._assign(run, placement)
-        elif devices > 1 and self._respects_quota_holds(run) and self._is_possible(run):
-            self._hold(run, full_quotas)
+        elif devices > 1 and self._respects_quota_holds(run):
+            if self._claim is not None:
+                self._hold_again(run, self._claim)
+            elif self._is_possible(run):
+                self._hold(run, full_quotas)
 
     def _is_possible(self, run: WaitingRun) -> bool:
         """Return True if the run could start on devices that others use now, and within its quotas."""
@@ -291,10 +335,12 @@ class _Round:
         free = {
             worker_id: idle
             for worker_id, indexes in self._state.fitting_devices(run).items()
-            if len(idle := [index for index in indexes if index in self._free[worker_id]]) >= needs.devices_each
+            if self._may_take(run, worker_id)
+            and len(idle := [index for index in indexes if index in self._free[worker_id]]) >= needs.devices_each
         }
         if not self._groups(run, free):
-            self._lacking.add(self._state.needs_kind(run))
+            if self._claim is None:  # there, what a run on several hosts holds decides, and not only what it needs
+                self._lacking.add(self._state.needs_kind(run))
             return None
         choices = {
             worker_id: chosen
@@ -308,7 +354,19 @@ class _Round:
         if not candidates:
             return None
         best = min(candidates, key=lambda group: self._preference(group[-1], choices[group[-1]]))
+        if self._claim is not None:
+            lead = self._claim.worker_id
+            best.sort(key=lambda worker_id: (worker_id != lead, worker_id))
         return {worker_id: choices[worker_id] for worker_id in best}
+
+    def _may_take(self, run: WaitingRun, worker_id: str) -> bool:
+        """Return True if a worker takes runs now; a run on several hosts starts on the workers that it holds."""
+        if self._claim is None:
+            return True
+        if run.needs.hosts == 1:
+            return worker_id == self._claim.worker_id
+        hold = self._claim.holds.get(run.run_id)
+        return hold is not None and worker_id in hold.devices and self._claim.worker_id in hold.devices
 
     def _choose_devices(self, run: WaitingRun, worker_id: str, free: Sequence[int]) -> tuple[int, ...] | None:
         """Choose from the free devices of a worker; None if it holds them for another run, or lacks memory."""
@@ -387,6 +445,16 @@ class _Round:
             spare = self._room_at(quota, start) - run.needs.devices
             self._quota_holds[quota] = QuotaHold(run, start, max(spare, 0))
             self._quota_spare[quota] = max(spare, 0)
+
+    def _hold_again(self, run: WaitingRun, claim: Claim) -> None:
+        """Hold what the run held in the last plan of the whole queue."""
+        if (hold := claim.holds.get(run.run_id)) is not None:
+            self._worker_holds.update(dict.fromkeys(hold.devices, hold))
+            self._devices_at_start.update({worker_id: set(indexes) for worker_id, indexes in hold.devices.items()})
+        for quota, quota_hold in claim.quota_holds.items():
+            if quota_hold.run.run_id == run.run_id:
+                self._quota_holds[quota] = quota_hold
+                self._quota_spare[quota] = quota_hold.spare
 
     def _hold_workers(self, run: WaitingRun) -> Hold | None:
         """Hold the workers that are free first, or keep those that the run holds already."""

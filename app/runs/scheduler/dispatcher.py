@@ -1,12 +1,11 @@
 """Background loop of the API: notifies workers of pending runs, reaps lost ones, and numbers the feed of all runs."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import Counter
@@ -16,27 +15,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from app.config import Settings
 from app.contracts.backends import WORKER_BACKENDS
-from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import ClockWatch, utc_now
 from app.infra.db import is_away
 from app.runs.events.feed import number_events
-from app.runs.queue.fit import (
-    Fleet,
-    Needs,
-    kept_quota_reason,
-    pending_reason,
-    reason_of_quota,
-    reserved_reason,
-)
-from app.runs.scheduler import reserving
-from app.runs.scheduler.fleet import read_fleet
-from app.runs.scheduler.preemption import preempt
+from app.runs.queue.order import HALF_LIFE_SECONDS, OWNER
+from app.runs.scheduler.planning import PlannedQueue, changed_reasons, plan_queue
 from app.runs.state import clock_changes, machine, parts
-from app.runs.state.queue_order import HALF_LIFE_SECONDS, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.events import ensure_partitions
-from app.tables.scheduling import RESERVATION_SECONDS
+from app.tables.scheduling import HOLD_SECONDS
 from app.tables.workers import Worker
 from app.workers.queries import IS_FRESH, silence_seconds
 
@@ -52,26 +40,11 @@ _FIND_WORK = text("""
     SELECT
         EXISTS (SELECT FROM runs WHERE status = 'pending') AS pending_runs,
         EXISTS (SELECT FROM run_parts WHERE ended_at IS NULL) AS open_parts,
-        EXISTS (SELECT FROM reservations) OR EXISTS (SELECT FROM quota_reservations) AS reservations,
+        EXISTS (SELECT FROM queue_plan) AS holds,
         EXISTS (SELECT FROM event_feed_queue) AS feed_events
 """)
 _HINTS_A_ROUND = 100
 _REASONS_A_ROUND = 200
-# A worker that restarts is back within these seconds, and a worker usually takes a new run at once.
-_WAITING = text(f"""
-    {WITH_ROOM}
-    SELECT runs.id, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements, runs.pending_reason,
-        (SELECT json_agg(json_build_array(workers.host, workers.id) ORDER BY workers.host, workers.id)
-            FROM reservations JOIN workers ON workers.id = reservations.worker_id
-            WHERE reservations.run_id = runs.id) AS reserved_on,
-        owners.room AS key_room, owners.max_devices AS key_devices,
-        limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
-        {KEPT_FOR} AS kept_for
-    FROM runs {JOIN_ROOM}
-    WHERE runs.status = 'pending' AND runs.not_before < clock_timestamp() - interval '5 s'
-        AND runs.backend = ANY(:backends)
-    ORDER BY runs.priority DESC, runs.id LIMIT 1000
-""").bindparams(backends=list(WORKER_BACKENDS))
 _ACCOUNT_EVERY = 10.0
 # Time in which no API process ran is not accounted for: it is unknown who used the devices. Rows of the future, which
 # the server has after its clock was set back, say nothing about the last round.
@@ -88,10 +61,10 @@ _ACCOUNT = text(f"""
             greatest(cast(extract(epoch FROM excluded.updated_at - device_usage.updated_at) AS float), 0)
             / {HALF_LIFE_SECONDS})
 """)
-_RESERVE_PAUSES = 5
-"""Minimum time between two rounds of reservations, as a multiple of the duration of the last one."""
-_RESERVE_PAUSE_SECONDS = RESERVATION_SECONDS / 3
-"""Maximum time between two rounds: reservations that are not renewed in time no longer count."""
+_PLAN_PAUSES = 5
+"""Minimum time between two plans of the queue, as a multiple of the duration of the last one."""
+_PLAN_PAUSE_SECONDS = HOLD_SECONDS / 3
+"""Maximum time between two plans: holds that are not renewed in time no longer count."""
 _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
@@ -101,18 +74,20 @@ class RoundWork(NamedTuple):
 
     pending_runs: bool = True
     open_parts: bool = True
-    reservations: bool = True
+    holds: bool = True
     feed_events: bool = True
 
 
 class Dispatcher:
     """Dispatcher loop of an API process; of all replicas, the one that gets the advisory lock does the round."""
 
-    def __init__(self, engine: AsyncEngine, queue: Broker, settings: Settings, backends: Sequence[str] = ()) -> None:
+    def __init__(
+        self, engine: AsyncEngine, queue: Broker, settings: Settings, backends: Sequence[str] = WORKER_BACKENDS
+    ) -> None:
         """Create the dispatcher.
 
         `engine` should not be shared with requests: many of those would make the database look unavailable. `backends`
-        are those whose runs may reserve devices.
+        are those whose runs workers claim.
         """
         self._engine = engine
         self._queue = queue
@@ -126,7 +101,9 @@ class Dispatcher:
         self._clock_change: float | None = 0.0
         """Seconds by which the database's clock was set, until stored times are corrected; 0.0 at first: unknown."""
         self._account_at = 0.0
-        self._reserve_at = 0.0
+        self._plan_at = 0.0
+        self._startable: list[str] = []
+        """Runs that could start when the queue was planned."""
         self._partitions_at = 0.0
         self._numbers_feed = True
         self.losses = Counter(
@@ -183,18 +160,15 @@ class Dispatcher:
         if now >= self._account_at:
             await self._job("accounting for devices", _account)
             self._account_at = now + _ACCOUNT_EVERY
-        if (work.pending_runs or work.reservations) and now >= self._reserve_at:
-            await self._job("reserving devices", self._reserve)
+        explained = hints = None
+        if (work.pending_runs or work.holds) and now >= self._plan_at:
+            planned = await self._job("planning the queue", self._plan)
             took = time.monotonic() - now
-            self._reserve_at = now + took + min(took * (_RESERVE_PAUSES - 1), _RESERVE_PAUSE_SECONDS)
-        preempted = explained = hints = None
-        if work.pending_runs and self._may_reap():
-            preempted = await self._job("preempting runs", self._preempt)
-        for run_id in preempted or ():
-            log.info("run %s is preempted", run_id, extra={"run_id": run_id})
+            self._plan_at = now + took + min(took * (_PLAN_PAUSES - 1), _PLAN_PAUSE_SECONDS)
+            if planned is not None:
+                explained = await self._job("explaining why runs are pending", partial(_explain, planned))
         if work.pending_runs:
-            explained = await self._job("explaining why runs are pending", self._explain)
-            hints = await self._job("notifying workers of pending runs", _hint)
+            hints = await self._job("notifying workers of pending runs", self._hint)
         if now >= self._partitions_at and self._may_reap():
             done = await self._job("creating partitions", _partitions)
             await self._job("forgetting parts of runs", _forget_parts)
@@ -234,7 +208,7 @@ class Dispatcher:
             return False
         self._clock_change = (self._clock_change or 0.0) + change
         self._no_reap_before = time.monotonic() + self._lease
-        self._reserve_at = 0.0  # those made by the other time may no longer count
+        self._plan_at = 0.0  # holds of the other time may no longer count
         log.warning("dispatcher: the clock of the database's host was set by %+.0f s; no run counts as lost", change)
         return True
 
@@ -260,23 +234,15 @@ class Dispatcher:
         await connection.execute(silent_workers(self._lease))
         return [self._report_loss(row) for row in rows]
 
-    async def _reserve(self, connection: AsyncConnection) -> None:
-        await reserving.reserve(connection, self._settings, self._backends)
+    async def _plan(self, connection: AsyncConnection) -> PlannedQueue | None:
+        planned = await plan_queue(connection, self._settings, self._backends, may_preempt=self._may_reap())
+        self._startable = planned.startable_runs() if planned else []
+        for run_id in planned.preempted if planned else ():
+            log.info("run %s is preempted", run_id, extra={"run_id": run_id})
+        return planned
 
-    async def _preempt(self, connection: AsyncConnection) -> list[str]:
-        return await preempt(connection, self._settings)
-
-    async def _explain(self, connection: AsyncConnection) -> list[str]:
-        """Write an event for each pending run whose reason to wait has changed; return these runs."""
-        waiting = (await connection.execute(_WAITING)).all()
-        if not waiting:
-            return []
-        fleet = await read_fleet(connection, self._lease)
-        # In a thread: a thousand different runs and hundreds of workers take tenths of a second.
-        changed = await asyncio.to_thread(_changed_reasons, waiting, fleet)
-        for run_id, reason in changed[:_REASONS_A_ROUND]:
-            await connection.execute(machine.report_pending_reason(run_id, reason))
-        return [run_id for run_id, _ in changed[:_REASONS_A_ROUND]]
+    async def _hint(self, connection: AsyncConnection) -> int:
+        return len((await connection.execute(machine.mark_notified(_HINTS_A_ROUND, self._startable))).all())
 
     def _report_loss(self, row: Any) -> str:
         run_id, worker_id, status = row["id"], row["worker_id"], row["status"]
@@ -285,27 +251,13 @@ class Dispatcher:
         return str(run_id)
 
 
-def _changed_reasons(waiting: Sequence[Any], fleet: Fleet) -> list[tuple[str, PendingReason | None]]:
-    """Return the ids of the runs whose reason to wait has changed, each with its present reason."""
-    known: dict[tuple[str, int, int, str], PendingReason | None] = {}
-    changed = []
-    for run in waiting:
-        with async_tasks.skipping_errors(log, "cannot say why run %s is pending", run.id):
-            needs = Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements)
-            reason = reason_of_quota(run)
-            if reason is None:
-                # Many runs of a long queue need the same.
-                alike = (run.backend, run.devices_needed, run.hosts_needed, json.dumps(run.requirements))
-                if alike not in known:
-                    known[alike] = pending_reason(needs, fleet)
-                reason = known[alike]
-            if reason is None and run.kept_for is not None:
-                reason = kept_quota_reason(run.kept_for)
-            if reason is None and run.reserved_on is not None:
-                reason = reserved_reason(needs, run.reserved_on)
-            if (reason and reason.model_dump()) != run.pending_reason:
-                changed.append((run.id, reason))
-    return changed
+async def _explain(planned: PlannedQueue, connection: AsyncConnection) -> list[str]:
+    """Write an event for each pending run whose reason to wait has changed; return these runs."""
+    # In a thread: a thousand different runs and hundreds of workers take tenths of a second.
+    changed = await asyncio.to_thread(changed_reasons, planned)
+    for run_id, reason in changed[:_REASONS_A_ROUND]:
+        await connection.execute(machine.report_pending_reason(run_id, reason))
+    return [run_id for run_id, _ in changed[:_REASONS_A_ROUND]]
 
 
 @cache
@@ -317,10 +269,6 @@ def silent_workers(lease_seconds: float) -> Any:
 
 async def _find_work(connection: AsyncConnection) -> RoundWork:
     return RoundWork(*(await connection.execute(_FIND_WORK)).one())
-
-
-async def _hint(connection: AsyncConnection) -> int:
-    return len((await connection.execute(machine.mark_notified(_HINTS_A_ROUND))).all())
 
 
 async def _account(connection: AsyncConnection) -> None:

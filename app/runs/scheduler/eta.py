@@ -20,6 +20,7 @@ from app.contracts.schemas.runs.reads import Confidence, Prediction
 from app.runs.queue.durations import Estimate
 from app.runs.queue.fit import pending_reason
 from app.runs.queue.forecast import PredictedStart, predict_starts
+from app.runs.queue.policy import quota_holder, schedule
 from app.runs.scheduler.forecast import Forecast, read_forecast
 
 log = logging.getLogger(__name__)
@@ -101,12 +102,13 @@ class _Predictions:
             if (estimate := forecast.estimates.get(run.id))
         }
         queue = forecast.snapshot()
-        starts = predict_starts(queue)
+        starts, plan = predict_starts(queue), schedule(queue)
         for run in queue.waiting:
             start, row = starts[run.run_id], forecast.pending[run.run_id]
             if not row.is_first:
                 continue  # those before it are not all known
-            has_room = row.has_room and row.kept_for is None
+            has_room = all(run.needs.devices <= forecast.rooms.get(quota, math.inf) for quota in run.quotas)
+            has_room = has_room and quota_holder(run, queue, plan) is None
             if not has_room and math.isinf(start.start):
                 found[run.run_id] = self._prediction(None, None, "low", _QUOTA)
                 continue

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -15,21 +15,20 @@ from app.contracts.run_task import RunTask
 from app.contracts.training_config.field_traits import DURATION
 from app.runs.queue import durations
 from app.runs.queue.durations import Estimate, PastAttempt, Timings, Workload
-from app.runs.queue.fit import Fleet, Needs, WorkerOffer
+from app.runs.queue.fit import Fleet, WorkerOffer
+from app.runs.queue.fleet import read_fleet
+from app.runs.queue.order import JOIN_ROOM, OWNER, WAITING_COLUMNS, WITH_ROOM, quota_rooms, waiting_run
 from app.runs.queue.policy import MOST_HOLDS, Snapshot, TrainingRun, WaitingRun
-from app.runs.scheduler.fleet import read_fleet
-from app.runs.state.queue_order import HAS_ROOM, JOIN_ROOM, KEPT_FOR, OWNER, WITH_ROOM
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
-from app.tables.scheduling import RESERVATION_SECONDS
+from app.tables.scheduling import HOLD_SECONDS
 
 _MOST_RUNS = 1000
 _MOST_WIDE = 100
 _MOST_LIKE = 20
 _FIELDS = ", ".join(f"'{name}', runs.config->'{name}'" for name in DURATION)
-_RUN = f"""
-    runs.id, runs.task, runs.backend, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
-    coalesce(runs.created_by, '') AS owner, runs.experiment_id, runs.devices_needed, runs.hosts_needed,
+_WORKLOAD = f"""
+    runs.task, runs.dataset_id, runs.eval_dataset_id, runs.total_steps, runs.started_at,
     coalesce(cast(runs.requirements->>'sequence_parallel' AS int), 1) AS sequence_parallel,
     runs.stop_mode, runs.preempted_for, runs.current_step, runs.current_epoch,
     {EXTRA_EVAL_DATASETS} AS extra_eval_datasets,
@@ -41,7 +40,8 @@ _WITH = """
     LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
 """
 _LIVE = text(f"""
-    SELECT {_RUN}, runs.priority, run_timings.timings, run_timings.device,
+    SELECT {_WORKLOAD}, runs.id, runs.backend, {OWNER} AS owner, runs.experiment_id, runs.devices_needed,
+        runs.hosts_needed, runs.priority, run_timings.timings, run_timings.device, attempts.start_step,
         cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS stop_requested_ago,
         cast(extract(epoch FROM clock_timestamp() - coalesce(run_timings.measured_at, attempts.started_at)) AS float)
             AS ago,
@@ -52,7 +52,7 @@ _LIVE = text(f"""
     WHERE runs.status IN {sql_list(LIVE)} ORDER BY runs.id LIMIT {_MOST_RUNS}
 """)
 # One branch per owner: each reads an index in the order of claims. Beside the first runs of the queue, the first of
-# each kind that may reserve workers: those that fit nowhere must not hide them.
+# each kind that may hold workers: those that fit nowhere must not hide them.
 _PENDING = text(f"""
     {WITH_ROOM}, first AS MATERIALIZED (
         SELECT runs.id FROM owners CROSS JOIN LATERAL (
@@ -69,11 +69,8 @@ _PENDING = text(f"""
         SELECT id FROM first UNION
         (SELECT id FROM wide WHERE place <= {MOST_HOLDS} ORDER BY priority DESC, id LIMIT {_MOST_WIDE})
     )
-    SELECT {_RUN}, runs.priority, runs.requirements, owners.used, runs.id IN (SELECT id FROM first) AS is_first,
-        {HAS_ROOM} AS has_room, {KEPT_FOR} AS kept_for,
-        owners.room AS key_room, owners.max_devices AS key_devices,
-        limited.room AS experiment_room, limited.max_devices AS experiment_devices,
-        cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait
+    SELECT {_WORKLOAD}, {WAITING_COLUMNS}, runs.id IN (SELECT id FROM first) AS is_first, runs.pending_reason,
+        cast(extract(epoch FROM clock_timestamp() - greatest(runs.created_at, runs.not_before)) AS float) AS waited
     FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM} {_WITH}
     ORDER BY runs.priority DESC, owners.used, runs.id
 """)
@@ -87,9 +84,10 @@ _PAST = text(f"""
     ) AS past
 """).bindparams(bindparam("likenesses"))
 _NOW = text("SELECT clock_timestamp()")
-_RESERVED = text(f"""
-    SELECT run_id, array_agg(worker_id) AS workers FROM reservations
-    WHERE made_at > clock_timestamp() - interval '{RESERVATION_SECONDS} s' GROUP BY run_id
+_HELD = text(f"""
+    SELECT hold ->> 'run_id' AS run_id, array(SELECT jsonb_object_keys(hold -> 'devices')) AS workers
+    FROM queue_plan CROSS JOIN jsonb_array_elements(holds -> 'holds') AS hold
+    WHERE made_at > clock_timestamp() - interval '{HOLD_SECONDS} s'
 """)
 
 
@@ -103,15 +101,16 @@ class Forecast:
         pending: Sequence[Any],
         fleet: Fleet,
         past: Sequence[Any],
-        reserved: dict[str, list[str]],
+        held: dict[str, list[str]],
         grace: float,
     ) -> None:
-        """`grace` is the most seconds that a run takes to stop, `reserved` the workers of each run that has some."""
+        """`grace` is the most seconds that a run takes to stop, `held` the workers that each run holds."""
         self.now = now
         self.live = live
         self.pending = {run.id: run for run in pending}
         self.fleet = fleet
-        self.reserved = reserved
+        self._held = held
+        self._grace = grace
         self._past: dict[str, list[PastAttempt]] = defaultdict(list)
         for one in past:
             self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
@@ -128,9 +127,7 @@ class Forecast:
             elif estimate := self.estimate(run, run.device, run.timings and Timings.stored(run.timings)):
                 self.ends[run.id] = max(estimate.seconds - run.ago, 0.0)
                 self.estimates[run.id] = estimate
-        rooms = [(run.owner, run.key_room) for run in pending]
-        rooms += [(run.experiment_id, run.experiment_room) for run in pending]
-        self.rooms: dict[str, int] = {quota: room for quota, room in rooms if room is not None}
+        self.rooms = {quota: room for run in pending for quota, room in quota_rooms(run).items()}
         """Devices that the quotas of pending runs leave."""
 
     def estimate(self, run: Any, device: str | None, so_far: Timings | None = None) -> Estimate | None:
@@ -166,31 +163,33 @@ class Forecast:
         limits = Counter(self.rooms)
         for run in training:
             limits.update(dict.fromkeys(run.quotas, run.devices))
-        waiting = [
-            WaitingRun(
-                run.id,
-                Needs.of(run.backend, run.devices_needed, run.hosts_needed, run.requirements or {}),
-                run.priority,
-                run.owner,
-                tuple(quota for quota in (run.owner, run.experiment_id) if quota in self.rooms),
-                max(run.wait, 0.0),
-            )
-            for run in self.pending.values()
-        ]
+        waiting = [waiting_run(run) for run in self.pending.values()]
         used = {run.owner: run.used for run in self.pending.values()}
-        return Snapshot(self.fleet, waiting, self.seconds, training, used, limits, self.reserved)
+        return Snapshot(self.fleet, waiting, self.seconds, training, used, limits, self._held)
+
+    def expect_room(self, run_id: str, worker_ids: list[str], leaving: Iterable[str]) -> None:
+        """Expect that runs leave workers soon, for a run that holds these."""
+        self._held = {**self._held, run_id: worker_ids}
+        self.ends.update(dict.fromkeys(leaving, self._grace))
 
 
-async def read_forecast(connection: Any, settings: Settings, backends: Sequence[str]) -> Forecast | None:
-    """Read the queue and estimate all runs; None if no run waits or trains. Takes an async session or connection."""
+async def read_forecast(
+    connection: Any, settings: Settings, backends: Sequence[str], *, only_for_holds: bool = False
+) -> Forecast | None:
+    """Read the queue and estimate all runs; None if no run waits or trains. Takes an async session or connection.
+
+    `only_for_holds`: durations are estimated only if a run waits that may hold devices.
+    """
     now: datetime = (await connection.execute(_NOW)).scalar_one()
     live = (await connection.execute(_LIVE)).all()
     pending = (await connection.execute(_PENDING, {"backends": list(backends)})).all()
     if not live and not pending:
         return None
     fleet = await read_fleet(connection, settings.lease_seconds)
-    wanted = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
-    past = (await connection.execute(_PAST, {"likenesses": sorted(wanted)})).all()
-    reserved = {row.run_id: row.workers for row in (await connection.execute(_RESERVED)).all()}
+    past: Sequence[Any] = []
+    if not only_for_holds or any(run.devices_needed > 1 for run in pending):
+        keys = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
+        past = (await connection.execute(_PAST, {"likenesses": sorted(keys)})).all()
+    held = {row.run_id: row.workers for row in (await connection.execute(_HELD)).all()}
     # In a thread: a thousand runs take some tenths of a second, which must not block requests.
-    return await asyncio.to_thread(Forecast, now, live, pending, fleet, past, reserved, settings.save_grace_seconds)
+    return await asyncio.to_thread(Forecast, now, live, pending, fleet, past, held, settings.save_grace_seconds)

@@ -1,67 +1,20 @@
-"""Preemption: runs of lower priority save and return to the queue, so that a run that waits too long can start."""
+"""Preemption: runs of lower priority save and return to the queue, so that a run that waits too long can start.
+
+No database: `app.runs.scheduler.planning` asks the runs.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection
-
 from app.config import Settings
-from app.contracts.backends import WORKER_BACKENDS
-from app.contracts.run_status import LIVE
+from app.contracts.run_task import RunTask
 from app.runs.queue.fit import Fleet, Needs, RunningRun, WorkerOffer
-from app.runs.queue.policy import MOST_HOLDS
-from app.runs.scheduler.fleet import read_fleet
-from app.runs.state import machine
-from app.runs.state.queue_order import KEPT_FOR, OWNER, OWNERS, WITH_ROOM
-from app.tables.base import sql_list
+from app.runs.queue.policy import MOST_HOLDS, Plan, Snapshot, WaitingRun, order_key, quota_holder
+from app.runs.scheduler.forecast import Forecast
 
 _MOST_HEADS = 20
-# Neither a run that waits for devices which others are giving up already, nor one that no worker could train or claim:
-# a worker of a cluster is started for one run. Those of each owner are read by an index, in the order of claims; the
-# CASE keeps Postgres from expecting that none fits, and from sorting all of them.
-_HEADS = text(f"""
-    {WITH_ROOM}
-    SELECT runs.* FROM owners CROSS JOIN LATERAL (
-        SELECT runs.id, runs.priority, runs.backend, runs.devices_needed, runs.hosts_needed, runs.requirements,
-            owners.used
-        FROM runs
-        WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN
-            runs.backend IN {sql_list(WORKER_BACKENDS)}
-            AND coalesce(runs.pending_reason ->> 'code', 'reserved') = 'reserved'
-            AND greatest(runs.created_at, runs.not_before) < clock_timestamp() - make_interval(secs => :after)
-            AND runs.devices_needed <= coalesce(least(
-                owners.room, (SELECT room FROM limited WHERE limited.id = runs.experiment_id)), runs.devices_needed)
-            AND NOT runs.id = ANY(ARRAY(
-                SELECT preempted_for FROM runs AS others
-                WHERE others.status IN {sql_list(LIVE)} AND others.preempted_for IS NOT NULL))
-            AND {KEPT_FOR} IS NULL
-        THEN true ELSE false END
-        ORDER BY runs.priority DESC, runs.id LIMIT {_MOST_HEADS}
-    ) AS runs ORDER BY runs.priority DESC, runs.used, runs.id LIMIT {_MOST_HEADS}
-""")
-# Other tasks have no checkpoints, and a run that has made no step yet would only lose the time for loading its model.
-_TRAINING = text(f"""
-    SELECT runs.id, runs.priority, {OWNER}, runs.devices_needed,
-        cast(extract(epoch FROM clock_timestamp() - attempts.started_at) AS float) AS seconds
-    FROM runs JOIN run_attempts AS attempts ON attempts.run_id = runs.id AND attempts.attempt = runs.attempt
-    WHERE runs.status IN {sql_list(LIVE)} AND runs.stop_requested_at IS NULL AND runs.preempted_for IS NULL
-        AND runs.task = 'train' AND runs.current_step > attempts.start_step
-""")
-_RESERVED = text(f"""
-    WITH owners AS ({OWNERS})
-    SELECT reservations.worker_id, reservations.run_id, runs.priority, owners.used
-    FROM reservations JOIN runs ON runs.id = reservations.run_id JOIN owners ON owners.owner = {OWNER}
-    WHERE runs.status = 'pending'
-""")
-_RELEASE = text("DELETE FROM reservations WHERE run_id = :run_id")
-_RESERVE = text("""
-    INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker_id, :run_id, :devices, 0)
-    ON CONFLICT (worker_id) DO UPDATE SET run_id = excluded.run_id, devices = excluded.devices, starts_at = NULL,
-        spare = 0, durations = '{}', made_at = clock_timestamp()
-""")
 
 
 @dataclass(frozen=True)
@@ -133,37 +86,67 @@ def _fewest(victims: Sequence[RunningRun], held: Mapping[str, int], missing: flo
     return chosen
 
 
-async def preempt(connection: AsyncConnection, settings: Settings) -> list[str]:
-    """Ask runs to make room for the first one that has waited too long; return the asked ones."""
+def preempt_for_first(
+    forecast: Forecast, snapshot: Snapshot, plan: Plan, settings: Settings
+) -> tuple[WaitingRun, Room] | None:
+    """Return the first run that has waited too long, with runs that are to make room for it; None if there is none."""
     if settings.preempt_after_seconds is None:
-        return []
-    heads = (await connection.execute(_HEADS, {"after": settings.preempt_after_seconds})).all()
-    if not heads:
-        return []
-    training = {row.id: RunningRun(*row) for row in (await connection.execute(_TRAINING)).all()}
-    fleet = await read_fleet(connection, settings.lease_seconds)
-    reserved = {row.worker_id: row for row in (await connection.execute(_RESERVED)).all()}
-    for head in heads:
-        # The next round of reservations would drop that of a run beyond those that may have one, and its room be lost.
-        others = {kept.run_id for kept in reserved.values()} - {head.id}
-        if head.devices_needed > 1 and len(others) >= MOST_HOLDS:
+        return None
+    training = _preemptible(forecast)
+    held_by = {worker_id: hold.run for hold in plan.holds for worker_id in hold.devices}
+    for run in _heads(forecast, snapshot, plan, settings.preempt_after_seconds):
+        # A later plan would drop the hold of a run beyond those that may have one, and its room be lost.
+        others = {hold.run.run_id for hold in plan.holds} - {run.run_id}
+        if run.needs.devices > 1 and len(others) >= MOST_HOLDS:
             continue
-        needs = Needs.of(head.backend, head.devices_needed, head.hosts_needed, head.requirements)
-        # On a worker that is kept for a run before it, it could not start.
-        open_to_it = [
+        place = order_key(run, snapshot.used)
+        # On a worker that an earlier run holds, it could not start.
+        workers = [
             worker
-            for worker in fleet.workers
-            if (kept := reserved.get(worker.worker_id)) is None
-            or (-head.priority, head.used, head.id) <= (-kept.priority, kept.used, kept.run_id)
+            for worker in snapshot.fleet.workers
+            if (holder := held_by.get(worker.worker_id)) is None or place <= order_key(holder, snapshot.used)
         ]
-        there = Fleet(open_to_it, fleet.gpu_backends)
-        room = choose_room(needs, head.priority, there, training, settings.preempt_min_seconds)
+        open_fleet = Fleet(workers, snapshot.fleet.gpu_backends)
+        room = choose_room(run.needs, run.priority, open_fleet, training, settings.preempt_min_seconds)
         if room is not None:
-            asked = (await connection.execute(machine.preempt(room.victims, head.id))).all()
-            if head.devices_needed > 1:
-                values = {"run_id": head.id, "devices": needs.devices_each}
-                await connection.execute(_RELEASE, {"run_id": head.id})
-                await connection.execute(_RESERVE, [{"worker_id": one, **values} for one in room.worker_ids])
-            # The devices that become free are for this run; the next one is looked at when it has started.
-            return [row.id for row in asked]
-    return []
+            return run, room  # the devices that become free are for this run; the next one waits until it has started
+    return None
+
+
+def _preemptible(forecast: Forecast) -> dict[str, RunningRun]:
+    """Return the runs that lose no work if they make room.
+
+    Other tasks than training have no checkpoints, and a run that has made no step yet would only lose the time for
+    loading its model.
+    """
+    return {
+        run.id: RunningRun(run.id, run.priority, run.owner, run.devices_needed, run.seconds)
+        for run in forecast.live
+        if run.task == RunTask.train
+        and run.stop_requested_ago is None
+        and run.preempted_for is None
+        and run.start_step is not None
+        and run.current_step > run.start_step
+    }
+
+
+def _heads(forecast: Forecast, snapshot: Snapshot, plan: Plan, after_seconds: float) -> list[WaitingRun]:
+    """Return the first runs that have waited too long for devices.
+
+    Neither one that waits for devices which others are giving up already, nor one that no worker could train or that
+    waits for a quota.
+    """
+    awaited = {run.preempted_for for run in forecast.live}
+    heads = []
+    for run in sorted(snapshot.waiting, key=lambda run: order_key(run, snapshot.used)):
+        row = forecast.pending[run.run_id]
+        if row.waited < after_seconds or run.run_id in awaited:
+            continue
+        if row.pending_reason is not None and row.pending_reason["code"] != "reserved":
+            continue
+        has_room = all(run.needs.devices <= forecast.rooms.get(quota, math.inf) for quota in run.quotas)
+        if has_room and quota_holder(run, snapshot, plan) is None:
+            heads.append(run)
+        if len(heads) == _MOST_HEADS:
+            break
+    return heads

@@ -1,4 +1,4 @@
-"""State machine of a run: the transitions of `runs.status`, except the claim of several workers (`group_claim.py`).
+"""State machine of a run: the transitions of `runs.status`.
 
     pending ──claim──▶ initializing ──begin──▶ running ◀─end_save─ checkpointing
      ▲  │                   │                   │  └──begin_save─────▲
@@ -12,29 +12,29 @@ of the devices. Its rows are the runs that moved, with the columns of `Run` and 
 caller is stale and must stop.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Executable,
+    Integer,
     Select,
+    Text,
     and_,
+    bindparam,
     case,
-    exists,
-    false,
+    column,
     func,
     literal,
     null,
     or_,
     select,
     text,
-    true,
-    tuple_,
-    union_all,
     update,
 )
-from sqlalchemy.dialects.postgresql import aggregate_order_by, insert
+from sqlalchemy.dialects.postgresql import ARRAY, aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.backends import WORKER_BACKENDS
@@ -42,19 +42,7 @@ from app.contracts.run_status import LIVE, TERMINAL, EndReason
 from app.contracts.schemas.runs.placement import PendingReason
 from app.contracts.stop import StopMode
 from app.infra.db import seconds
-from app.runs.state.fitting import (
-    allows_gguf,
-    allows_kind,
-    allows_labels,
-    fits_device,
-    has_free_device,
-    reservations,
-    respects_reservation,
-    text_array,
-)
-from app.runs.state.machine_memory import fits_beside_others, lock_memory
 from app.runs.state.parts import is_over, is_up_long_enough
-from app.runs.state.queue_order import PENDING, QUOTA_LOCK, has_room, is_owned_by, ranked_owners
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
     actions,
@@ -69,16 +57,9 @@ from app.runs.state.transitions import (
     runs,
     statement,
 )
-from app.tables.api_keys import ApiKey
-from app.tables.experiments import Experiment
-from app.tables.workers import Worker
 
 WORKER_LOST = "worker lost"
 """Start of the reason, and of the error message, if the worker of an attempt was lost."""
-_CANDIDATES = 16
-"""Runs that a claim considers, of which it takes the first that no other claim is just taking."""
-_FIRST_OWNERS = 32
-"""Owners whose runs a claim searches before those of all others."""
 _LEAST_PAUSE = 1.0
 _MOST_DOUBLINGS = 6
 
@@ -99,146 +80,86 @@ def create(values: dict[str, Any], reason: str = "created") -> Executable:
     return select(made).add_cte(logged)
 
 
-def lock_for_claim(worker_id: str) -> tuple[Executable, Executable, Executable]:
-    """Let claims take turns that limit each other; execute these statements before any claim, in its transaction.
+def claim(worker_id: str, lease_seconds: float) -> Executable:
+    """Claim a pending run with devices that `app.runs.queue.claim` has chosen; all of them, or no row.
 
-    Those that quotas limit must see the devices that those before have taken, those of a worker which devices of its
-    reservation are left, and those of a machine which memory.
+    `chosen_devices` returns the parameters of the statement. Part 0 is that of the lead, `worker_id`, which gets rank 0
+    and owns the run; the others get a part each, whose lease begins now. The row adds `device_indexes` of the lead,
+    `members` (the ids of the other workers; None without any) and `extra_eval_datasets` (ids by name; None without any).
     """
-    is_limited = or_(
-        exists(select(literal(1)).where(ApiKey.max_devices.is_not(None))),
-        exists(select(literal(1)).where(Experiment.max_devices.is_not(None))),
-    )
-    quotas = select(func.pg_advisory_xact_lock(QUOTA_LOCK)).where(is_limited)
-    own = select(reservations.c.worker_id).where(reservations.c.worker_id == worker_id).with_for_update()
-    return quotas, own, lock_memory(worker_id)
-
-
-def lock_devices(worker_id: str) -> Executable:
-    """Lock the free devices of a worker; execute it between `lock_for_claim` and `claim`.
-
-    A round of the dispatcher locks them while it reserves the worker. A claim that waited for it in its own statement
-    would not see the reservation. Also a second thread of the worker waits here, and then sees the remaining devices.
-    """
-    free = select(devices.c.index).where(devices.c.worker_id == worker_id, devices.c.run_id.is_(None))
-    return free.order_by(devices.c.index).with_for_update()
-
-
-def claim(
-    worker_id: str,
-    backends: list[str],
-    lease_seconds: float,
-    kind: str,
-    labels: list[str],
-    only_run: tuple[str, int] | None = None,
-) -> Executable:
-    """Claim the best pending run that fits the free devices of this worker, and the smallest of those that it fits.
-
-    `kind` is that of the worker's devices; a worker that was started for one run claims `only_run`: its id and
-    the lease epoch for which the worker was started. The row adds `device_indexes`, `extra_eval_datasets` (ids by name;
-    None without any) and `members` (None; see `group_claim.py`). The run of a hint does not matter: the order is that
-    of `queue_order.py`, as far as quotas and a reservation of the worker allow. Execute `lock_for_claim` and
-    `lock_devices` first, in the same transaction.
-    """
-    free = (
-        select(devices.c.index, devices.c.kind, devices.c.name, devices.c.memory_mb)
-        .where(
-            devices.c.worker_id == worker_id,
-            devices.c.run_id.is_(None),
-            or_(devices.c.paused_until.is_(None), devices.c.paused_until <= func.clock_timestamp()),
+    run_id = bindparam("claimed_run", type_=Text)
+    unnested = (
+        func.unnest(
+            bindparam("claimed_parts", type_=ARRAY(Integer)),
+            bindparam("claimed_workers", type_=ARRAY(Text)),
+            bindparam("claimed_indexes", type_=ARRAY(Integer)),
         )
-        .order_by(devices.c.index)
-        # Those that `lock_devices` has locked, and others that have become free since, unless another claim has locked
-        # them: to wait for these, with a device locked, would be a deadlock.
-        .with_for_update(skip_locked=True)
-        .cte("free")
+        .table_valued(column("part", Integer), column("worker_id", Text), column("index", Integer))
+        .render_derived(name="unnested")
     )
-    free_devices = select(func.count()).select_from(free).scalar_subquery()
-    room = select(func.count()).select_from(free).where(fits_device(runs.c.requirements, free.c)).scalar_subquery()
-    owners = ranked_owners()
-    # More than one of each, in case that others are just claiming the first ones.
-    at_most = select(1 + _CANDIDATES / func.greatest(func.count(), 1)).select_from(owners).scalar_subquery()
-    fits = and_(
-        # Cheap, and false for most of the runs that do not fit, so `room` is counted for few.
-        runs.c.devices_needed <= free_devices,
-        runs.c.stop_requested_at.is_(None),
-        runs.c.not_before <= func.clock_timestamp(),
-        runs.c.backend == func.any(text_array(backends)),
-        runs.c.hosts_needed == 1,
-        runs.c.devices_needed <= room,
-        has_room(owners),
-        allows_kind(literal(kind)),
-        allows_labels(text_array(labels)),
-        allows_gguf(select(Worker.gguf).where(Worker.id == worker_id).scalar_subquery()),
-        respects_reservation(worker_id, owners),
-        fits_beside_others(worker_id) if kind == "cpu" else true(),
-    )
-    best = (
-        select(runs.c.id, runs.c.priority)
-        # A CASE: Postgres takes it to be true for half of the runs, and so reads those of an owner in their order until
-        # enough fit. It would take the bare conditions to be true for none, and read and sort all runs of the owner.
-        .where(
-            is_owned_by(owners.c.owner),
-            runs.c.status == PENDING,
-            true() if only_run is None else and_(runs.c.id == only_run[0], runs.c.lease_epoch == only_run[1]),
-            case((fits, true()), else_=false()),
-        )
-        .order_by(runs.c.priority.desc(), runs.c.id)
-        .limit(at_most)
-        .lateral("best")
-    )
-    # Most owners need no search: what precedes the best run that the owner after the first ones could have precedes
-    # all runs of that owner and of those after it.
-    ordered = select(best.c.id, best.c.priority, owners.c.used).select_from(owners.join(best, true()))
-    ordered = ordered.where(free_devices > 0)
-    near = ordered.where(owners.c.place <= _FIRST_OWNERS).cte("near").prefix_with("MATERIALIZED")
-    following = select(-owners.c.priority, owners.c.used).where(owners.c.place == _FIRST_OWNERS + 1).scalar_subquery()
-    sure = select(func.count()).select_from(near).where(tuple_(-near.c.priority, near.c.used) < following)
-    far = ordered.where(owners.c.place > _FIRST_OWNERS, sure.scalar_subquery() < _CANDIDATES)
-    found = union_all(select(near), far).subquery("found")
-    first = (
-        select(found)
-        .order_by(found.c.priority.desc(), found.c.used, found.c.id)
-        .limit(2 * _CANDIDATES)
-        .subquery("first")
-    )
-    candidate = runs.alias("candidate")
+    chosen = select(run_id.label("run_id"), unnested).cte("chosen")
+    is_chosen = and_(devices.c.worker_id == chosen.c.worker_id, devices.c.index == chosen.c.index)
+    free = select(func.count()).select_from(devices.join(chosen, is_chosen)).where(devices.c.run_id.is_(None))
     picked = (
-        select(candidate.c.id, candidate.c.status.label("from_status"))
-        .join(first, candidate.c.id == first.c.id)
-        .where(candidate.c.status == PENDING, candidate.c.stop_requested_at.is_(None))
-        .order_by(first.c.priority.desc(), first.c.used, first.c.id)
-        .limit(1)
+        select(runs.c.id, runs.c.status.label("from_status"))
+        .where(
+            runs.c.id == run_id,
+            runs.c.status == "pending",
+            runs.c.lease_epoch == bindparam("claimed_epoch", type_=Integer),
+            runs.c.stop_requested_at.is_(None),
+            runs.c.devices_needed == free.scalar_subquery(),
+        )
         # NO KEY UPDATE: a row that refers to the run and is being inserted, such as its estimate, must not hide it.
-        .with_for_update(of=candidate, key_share=True, skip_locked=True)
+        .with_for_update(key_share=True, skip_locked=True)
         .cte("picked")
     )
     moved, parts = claimed(picked, worker_id, lease_seconds)
-    # The smallest that fits, so that a larger run does not wait for a device that a smaller one did not need.
-    needed = select(moved.c.requirements).scalar_subquery()
-    chosen = (
-        select(free.c.index)
-        .where(fits_device(needed, free.c))
-        .order_by(free.c.memory_mb, free.c.index)
-        .limit(select(moved.c.devices_needed).scalar_subquery())
-    )
     taken = (
         update(devices)
-        .where(devices.c.worker_id == moved.c.lease_owner, devices.c.index.in_(chosen))
+        .where(is_chosen, chosen.c.run_id == moved.c.id)
         .values(run_id=moved.c.id, lease_epoch=moved.c.lease_epoch)
-        .returning(devices.c.index)
+        .returning(devices.c.worker_id, devices.c.index, chosen.c.part)
         .cte("taken")
     )
-    spent = (
-        update(reservations)
-        .where(reservations.c.worker_id == worker_id, reservations.c.run_id != moved.c.id)
-        .values(spare=func.greatest(reservations.c.spare - moved.c.devices_needed, 0))
-        .returning(reservations.c.spare)
-        .cte("spent")
+    others = (
+        select(
+            moved.c.id,
+            moved.c.lease_epoch,
+            taken.c.part,
+            taken.c.worker_id,
+            taken.c.part * (moved.c.devices_needed / moved.c.hosts_needed),
+            func.array_agg(aggregate_order_by(taken.c.index, taken.c.index)),
+            moved.c.lease_expires_at,
+        )
+        .select_from(moved.join(taken, taken.c.part > 0))
+        .group_by(
+            moved.c.id,
+            moved.c.lease_epoch,
+            taken.c.part,
+            taken.c.worker_id,
+            moved.c.devices_needed,
+            moved.c.hosts_needed,
+            moved.c.lease_expires_at,
+        )
     )
-    indexes = select(func.array_agg(taken.c.index)).scalar_subquery().label("device_indexes")
-    members = null().label("members")
-    return select(moved, indexes, members, extra_eval_datasets(moved)).add_cte(*parts, spent)
+    columns = ["run_id", "lease_epoch", "part", "worker_id", "first_rank", "device_indexes", "lease_expires_at"]
+    opened_parts = insert(run_parts).from_select(columns, others).returning(run_parts.c.worker_id).cte("opened_parts")
+    own = select(func.array_agg(taken.c.index)).where(taken.c.part == 0).scalar_subquery().label("device_indexes")
+    members = select(func.array_agg(opened_parts.c.worker_id)).scalar_subquery().label("members")
+    return select(moved, own, members, extra_eval_datasets(moved)).add_cte(*parts)
+
+
+def chosen_devices(run_id: str, lease_epoch: int, devices: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
+    """Return the parameters of `claim`: of each device the part of the run that it trains, its worker and its index."""
+    parts, workers, indexes = (list(values) for values in zip(*devices, strict=True))
+    # Names of columns would also set these, in each UPDATE of the statement.
+    return {
+        "claimed_run": run_id,
+        "claimed_epoch": lease_epoch,
+        "claimed_parts": parts,
+        "claimed_workers": workers,
+        "claimed_indexes": indexes,
+    }
 
 
 def begin(
@@ -484,14 +405,13 @@ def preempt(run_ids: list[str], for_run: str) -> Executable:
     )
 
 
-@cache
-def mark_notified(limit: int) -> Executable:
+def mark_notified(limit: int, startable: Sequence[str] = ()) -> Executable:
     """Mark the pending runs without a hint in the last 30 s; one row per hint to send.
 
-    A run that fits a free device is due after a second: its hint has reached a worker that it does not fit.
+    Those of `startable`, which could start now, are due after a second: their hint has reached a worker that they do
+    not fit.
     """
     silence = func.clock_timestamp() - runs.c.notified_at
-    waits_for_quota = func.coalesce(runs.c.pending_reason["code"].astext == "quota", False)
     due = (
         select(runs.c.id)
         .where(
@@ -501,7 +421,7 @@ def mark_notified(limit: int) -> Executable:
             or_(
                 runs.c.notified_at.is_(None),
                 silence > text("interval '30 s'"),
-                and_(silence > text("interval '1 s'"), ~waits_for_quota, has_free_device()),
+                and_(silence > text("interval '1 s'"), runs.c.id == func.any(literal(list(startable), ARRAY(Text)))),
             ),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)

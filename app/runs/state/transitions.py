@@ -1,6 +1,6 @@
 """A state transition of a run as one statement: guarded UPDATE, events, end of the attempt, release of the devices.
 
-`machine.py` and `group_claim.py`, the only users of this module, define the transitions and their guards.
+`machine.py`, the only user of this module, defines the transitions and their guards.
 """
 
 from typing import Any
@@ -30,7 +30,6 @@ from app.tables.actions import RunAction
 from app.tables.events import RunEvent
 from app.tables.parts import RunPart
 from app.tables.runs import Attempt, Run, RunEvalDataset
-from app.tables.scheduling import QuotaReservation
 from app.tables.workers import Device
 
 runs: Any = Run.__table__
@@ -44,8 +43,6 @@ devices: Any = Device.__table__
 actions: Any = RunAction.__table__
 
 run_parts: Any = RunPart.__table__
-
-quota_reservations: Any = QuotaReservation.__table__
 
 events: Any = RunEvent.__table__
 
@@ -117,17 +114,7 @@ def claimed(picked: CTE, worker_id: str, lease_seconds: float) -> tuple[CTE, lis
         .returning(attempts.c.attempt)
         .cte("opened")
     )
-    spent = (
-        update(quota_reservations)
-        .where(
-            quota_reservations.c.quota_id.in_((moved.c.created_by, moved.c.experiment_id)),
-            quota_reservations.c.run_id != moved.c.id,
-        )
-        .values(spare=func.greatest(quota_reservations.c.spare - moved.c.devices_needed, 0))
-        .returning(quota_reservations.c.spare)
-        .cte("spent_quota")
-    )
-    return moved, [*parts, opened, spent]
+    return moved, [*parts, opened]
 
 
 def extra_eval_datasets(moved: CTE) -> ColumnElement[Any]:

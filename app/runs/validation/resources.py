@@ -15,7 +15,7 @@ from app.contracts.training_config.rules import sharding_obstacles
 from app.infra.storage import Storage
 from app.runs.plan import RunPlan, device_kind, gpu_fields
 from app.runs.queue.fit import Needs, pending_reason
-from app.runs.scheduler.fleet import read_fleet
+from app.runs.queue.fleet import read_fleet
 from app.runs.validation.expert_parallel import expert_parallel_problems
 from app.runs.validation.sequence_parallel import sequence_parallel_problems
 from app.workers.queries import device_counts, gpu_names, known_labels

@@ -15,9 +15,12 @@ from app.backends.ray_jobs import RayJobs
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
+from app.runs.queue.holds import StoredHolds, StoredQuotaHold
+from app.runs.queue.holds_table import store_holds
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from app.tables.runs import Run
+from tests import rows
 from tests.app.ray_server import RayServer, ray_server
 from tests.factories import make_dataset, make_run
 from tests.rows import add_key, add_run, add_worker, events_of, run_row
@@ -69,8 +72,7 @@ def waits_because(engine: Engine, run_id: str) -> tuple[str, str]:
 def claim(engine: Engine, run_id: str, epoch: int = 0) -> Any:
     """Claim the run as the worker that its job has started."""
     worker = add_worker(engine, devices=4, backends=["ray"])
-    with engine.begin() as connection:
-        return connection.execute(machine.claim(worker, ["ray"], 60.0, "cpu", [], (run_id, epoch))).one_or_none()
+    return rows.claim(engine, worker, only_run=(run_id, epoch))
 
 
 def execute(engine: Engine, statement: Any) -> None:
@@ -297,17 +299,15 @@ class TestSubmission:
         small, next_one = add(engine), add(engine)
         execute(engine, f"UPDATE runs SET experiment_id = '{run_row(engine, wide).experiment_id}'")
         execute(engine, "UPDATE experiments SET max_devices = 4")
-        execute(
-            engine,
-            "INSERT INTO quota_reservations (quota_id, run_id, spare) "
-            f"SELECT experiment_id, id, 1 FROM runs WHERE id = '{wide}'",
-        )
+        hold = StoredQuotaHold(quota_id=run_row(engine, wide).experiment_id, run_id=wide, starts_at=None, spare=1)
+        with engine.begin() as connection:
+            store_holds(connection, StoredHolds(quota_holds=[hold]))
         for _ in range(2):
             await jobs.round()
             assert ray.submissions == [job(earlier), job(small)]
         code, message = waits_because(engine, next_one)
         assert code == "quota" and f"kept for run {wide}" in message
-        execute(engine, "UPDATE quota_reservations SET made_at = now() - interval '31 s'")
+        execute(engine, "UPDATE queue_plan SET made_at = now() - interval '31 s'")
         await jobs.round()
         assert ray.submissions[2:] == [job(next_one)]
 

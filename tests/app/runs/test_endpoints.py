@@ -167,11 +167,11 @@ class TestResources:
         assert full["kind"] == "cuda" and full["estimated_mb"]["cuda"] > 60_000 and "cpu" not in full["estimated_mb"]
         small = add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[3000])
         # A claim passes over a run whose estimate is being stored.
-        claimed = eventually(lambda: claim(engine, small, backends=("celery",), kind="cuda"), what="a run is claimed")
+        claimed = eventually(lambda: claim(engine, small), what="a run is claimed")
         assert claimed.requirements["memory_mb"] == 1
-        assert claim(engine, small, backends=("celery",), kind="cuda") is None
+        assert claim(engine, small) is None
         cpu = add_worker(engine, backends=["celery"], memory_mb=[10**6])
-        assert claim(engine, cpu, backends=("celery",)) is None, "no 8B model on a CPU beside a GPU"
+        assert claim(engine, cpu) is None, "no 8B model on a CPU beside a GPU"
 
     def test_of_an_absurd_model_do_not_keep_others_from_a_device(
         self, api: ApiServer, engine: Engine, dataset: str
@@ -185,7 +185,7 @@ class TestResources:
         assert absurd["requirements"]["estimated_mb"]["cuda"] == 2**31 - 1
         gpu = add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[200_000])
         # A claim passes over a run whose estimate is being stored.
-        claimed = eventually(lambda: claim(engine, gpu, backends=("celery",), kind="cuda"), what="a run is claimed")
+        claimed = eventually(lambda: claim(engine, gpu), what="a run is claimed")
         assert claimed.id == other["id"]
 
     @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from sqlalchemy import Engine
 from app.config import Settings
 from app.workers import registry
 from tests.factories import Trainer, make_dataset, make_run
-from tests.rows import add_run, add_worker, claim_with_others, reserve
+from tests.rows import add_run, add_worker, claim, hold_workers
 from tests.server import ApiServer
 
 
@@ -41,8 +41,8 @@ class TestWorkers:
         run = add_run(engine, devices_needed=2, hosts_needed=2).id
         lead, member = (add_worker(engine, group_address=f"10.0.0.{last}") for last in (1, 2))
         other = add_worker(engine)
-        reserve(engine, run, lead, member)
-        assert claim_with_others(engine, lead).id == run
+        hold_workers(engine, run, lead, member)
+        assert claim(engine, lead).id == run
         found = {one["id"]: (one["joins_hosts"], one["runs"]) for one in api.client.get("/v1/workers").json()["data"]}
         assert found == {lead: (True, [run]), member: (True, [run]), other: (False, [])}
 

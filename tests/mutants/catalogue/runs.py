@@ -3,8 +3,10 @@
 from tests.mutants.mutant import Change, Mutant
 
 _LIFECYCLE = "app/runs/state/machine.py"
+_CLAIM = "app/runs/queue/claim.py"
+_POLICY = "app/runs/queue/policy.py"
 _STATES = "tests/app/runs/state/test_machine.py"
-_QUOTAS = "tests/app/runs/scheduler/test_quotas.py::TestAQuota"
+_QUOTAS = "tests/app/runs/scheduler/test_quota_holds.py::TestAQuota"
 _COMMIT_ORDER = "tests/app/api/test_dependencies.py"
 
 # The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
@@ -63,10 +65,9 @@ MUTANTS = (
         about="Workers rely on hints: a run without a hint is never claimed.",
         changes=(
             Change(
-                _LIFECYCLE,
-                "        runs.c.stop_requested_at.is_(None),\n        runs.c.not_before",
-                "        runs.c.stop_requested_at.is_(None),\n        runs.c.notified_at.is_not(None),\n"
-                "        runs.c.not_before",
+                "app/runs/queue/candidates.py",
+                "runs.stop_requested_at IS NULL AND runs.not_before",
+                "runs.notified_at IS NOT NULL AND runs.not_before",
             ),
         ),
         test=f"{_STATES}::TestClaim::test_needs_no_hint",
@@ -87,9 +88,23 @@ MUTANTS = (
     Mutant(
         name="claim-without-row-lock",
         promises=(3,),
-        about="A claim does not lock the row it selects, so two workers get the same run.",
-        changes=(Change(_LIFECYCLE, "        .with_for_update(of=candidate, key_share=True, skip_locked=True)\n", ""),),
-        test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_skipped",
+        about="A claim does not lock the row it takes, so it waits for whoever changes the run, with all other claims.",
+        changes=(
+            Change(
+                _LIFECYCLE,
+                '        .with_for_update(key_share=True, skip_locked=True)\n        .cte("picked")\n    )\n'
+                "    moved, parts = claimed(",
+                '        .cte("picked")\n    )\n    moved, parts = claimed(',
+            ),
+        ),
+        test=f"{_STATES}::TestClaim::test_a_run_that_another_transaction_is_just_changing_is_skipped",
+    ),
+    Mutant(
+        name="claims-take-no-turns",
+        promises=(2, 3),
+        about="Claims choose at the same time, so none sees the devices and quotas that another is just taking.",
+        changes=(Change(_CLAIM, "    take_turn(connection)\n", ""),),
+        test=f"{_STATES}::TestClaim::test_a_run_that_another_is_just_claiming_is_not_claimed_again",
     ),
     Mutant(
         name="claim-places-a-run-by-half",
@@ -97,12 +112,13 @@ MUTANTS = (
         about="A run on several hosts is claimed although a worker lacks devices.",
         changes=(
             Change(
-                "app/runs/state/group_claim.py",
-                "            is_whole,\n",
-                "",
+                _POLICY,
+                "for group in groups.values() if len(group) >= run.needs.hosts]",
+                "for group in groups.values()]",
             ),
         ),
-        test="tests/app/runs/state/test_parts.py::TestClaim::test_it_takes_none_if_one_worker_lacks_a_device",
+        test="tests/app/runs/queue/test_policy.py"
+        "::test_a_plan_gives_each_free_device_once_and_whole_runs_within_their_quotas",
     ),
     Mutant(
         name="part-renewal-without-epoch",
@@ -118,16 +134,22 @@ MUTANTS = (
         name="claim-while-a-part-runs",
         promises=(3,),
         about="An attempt starts although the lease on a part of the one before runs.",
-        changes=(Change("app/runs/state/group_claim.py", "            ~has_open_part,\n", ""),),
+        changes=(
+            Change(
+                "app/runs/queue/order.py",
+                "run_parts.run_id = runs.id AND run_parts.ended_at IS NULL",
+                "run_parts.run_id = runs.id AND false",
+            ),
+        ),
         test="tests/app/runs/state/test_parts.py::TestPart::test_no_attempt_starts_while_the_lease_of_a_part_runs",
     ),
     Mutant(
         name="claim-leads-with-devices-of-others",
         promises=(3,),
-        about="A worker that a round has left its reservation leads a run whose devices are all of others.",
-        changes=(Change("app/runs/state/group_claim.py", "            runs.c.hosts_needed == reserved,\n", ""),),
-        test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
-        "::test_a_reservation_that_a_round_could_not_take_back_starts_no_run_with_others",
+        about="A worker leads a run on several hosts whose devices are all of others.",
+        changes=(Change(_POLICY, " and self._claim.worker_id in hold.devices", ""),),
+        test="tests/app/runs/queue/test_holds.py"
+        "::test_a_run_on_several_hosts_starts_only_on_workers_that_it_holds_and_one_of_them_leads_it",
     ),
     Mutant(
         name="member-removes-what-the-lead-writes",
@@ -152,54 +174,53 @@ MUTANTS = (
         "::test_a_host_that_still_loads_keeps_the_run_alive",
     ),
     Mutant(
-        name="claim-ignores-reservations",
+        name="claim-ignores-holds",
         promises=(2,),
         about="A run on one device takes what a run on several devices waits for.",
-        changes=(Change(_LIFECYCLE, "        respects_reservation(worker_id, owners),\n", ""),),
-        test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
+        changes=(Change(_POLICY, "                self._hold_again(run, self._claim)\n", "                pass\n"),),
+        test="tests/app/runs/scheduler/test_holds.py::TestOfTheQueue"
         "::test_a_later_run_does_not_take_the_device_that_a_wide_one_waits_for",
     ),
     Mutant(
-        name="reservation-for-ever",
+        name="hold-for-ever",
         promises=(2,),
-        about="A reservation that no API process renews keeps devices idle.",
+        about="What a run holds by a plan that no API process renews keeps devices idle.",
         changes=(
             Change(
-                "app/runs/state/fitting.py",
-                "            reservations.c.made_at > func.clock_timestamp() - seconds(RESERVATION_SECONDS),\n",
-                "",
+                "app/runs/queue/holds_table.py",
+                "FROM queue_plan WHERE made_at > clock_timestamp() - interval '{HOLD_SECONDS} s'",
+                "FROM queue_plan",
             ),
         ),
-        test="tests/app/runs/scheduler/test_reservations.py::TestOfTheQueue"
-        "::test_a_reservation_that_nobody_renews_binds_no_one",
+        test="tests/app/runs/scheduler/test_holds.py::TestOfTheQueue::test_a_hold_that_nobody_renews_binds_no_one",
     ),
     Mutant(
         name="claim-ignores-kept-quotas",
         promises=(2,),
         about="Later runs of a key take the quota that a run on several devices waits for.",
-        changes=(Change("app/runs/state/queue_order.py", ", ~is_full, ~is_kept)", ", ~is_full)"),),
+        changes=(Change(_POLICY, "if quota_hold.run.run_id == run.run_id:", "if False:"),),
         test=f"{_QUOTAS}::test_is_kept_for_the_first_run_that_waits_for_it_and_says_so",
     ),
     Mutant(
         name="round-forgets-claims",
         promises=(2,),
-        about="A round of reservations offers devices of a quota that were claimed while it computed.",
-        changes=(
-            Change(
-                "app/runs/scheduler/reserving.py",
-                'max(row["spare"] - sum(row["quota_id"] in one for one in claimed), 0)',
-                'row["spare"]',
-            ),
-        ),
+        about="A plan offers devices of a quota that were claimed while it was computed.",
+        changes=(Change("app/runs/queue/holds.py", "max(stored.spare - taken, 0)", "stored.spare"),),
         test=f"{_QUOTAS}::test_that_a_claim_uses_while_a_round_computes_is_not_given_again",
     ),
     Mutant(
         name="claim-misses-the-round-that-it-waits-for",
         promises=(2,),
-        about="A claim waits for a round in its own statement, and so does not see the reservation.",
-        changes=(Change("worker/attempts/supervisor.py", "_lock_devices(context.id), own)", "own)"),),
-        test="tests/worker/attempts/test_claim.py"
-        "::test_a_gpu_that_a_round_reserves_at_this_moment_is_left_to_the_other_run",
+        about="A claim waits for a round after it has read what runs hold.",
+        changes=(
+            Change(
+                _CLAIM,
+                "    take_turn(connection)\n    holds, now = read_holds(connection)\n",
+                "    holds, now = read_holds(connection)\n    take_turn(connection)\n",
+            ),
+        ),
+        test="tests/app/runs/scheduler/test_holds.py::TestOfTheQueue"
+        "::test_a_claim_that_waited_for_a_round_respects_what_it_holds",
     ),
     Mutant(
         name="preempted-counts-as-lost",

@@ -10,7 +10,7 @@ from sqlalchemy.exc import OperationalError
 from app.config import Settings
 from app.infra.db import is_conflict
 from app.runs.state import machine
-from tests.rows import add_run, add_worker, claim, waiting_for_locks
+from tests.rows import add_run, add_worker, waiting_for_locks
 from tests.waiting import eventually
 from tests.worker.test_devices import install
 from worker import devices
@@ -86,42 +86,7 @@ def test_a_gpu_on_which_the_check_failed_takes_no_run_and_the_others_do(
     assert fine is None
 
 
-def test_a_gpu_that_a_round_reserves_at_this_moment_is_left_to_the_other_run(
-    context: WorkerContext, engine: Engine
-) -> None:
-    wide, _ = add_run(engine, devices_needed=2), add_run(engine)
-    with ThreadPoolExecutor(1) as thread:
-        with engine.begin() as connection:  # as `reserving.reserve`
-            connection.execute(
-                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": wide.id}
-            )
-            connection.execute(text("SELECT 1 FROM devices FOR SHARE"))
-            put = text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 2, 0)")
-            connection.execute(put, {"worker": context.id, "run": wide.id})
-            claimed = thread.submit(supervisor.claim, context)
-            eventually(lambda: waiting_for_locks(engine))
-        assert claimed.result() is None
-
-
 class TestClaimsAtOnce:
-    def test_do_not_wait_for_each_other_when_a_device_becomes_free_meanwhile(
-        self, context: WorkerContext, engine: Engine
-    ) -> None:
-        """One has locked the device that was free, and another one both: the first must not want the other device."""
-        ended, *_ = (add_run(engine) for _ in range(3))
-        assert claim(engine, context.id, kind="cuda").id == ended.id
-        own = machine.claim(context.id, ["fake"], 60.0, "cuda", [])
-        with ThreadPoolExecutor(1) as thread:
-            with engine.begin() as connection:
-                for lock in (*machine.lock_for_claim(context.id), machine.lock_devices(context.id)):
-                    connection.execute(lock)
-                with engine.begin() as ending:
-                    ending.execute(machine.complete(ended.id, 1, None, "done")).one()
-                second = thread.submit(claim, engine, context.id, kind="cuda")
-                eventually(lambda: waiting_for_locks(engine))
-                first = connection.execute(own).one()
-            assert [first.device_indexes, second.result(30).device_indexes] == [[1], [0]]
-
     def test_that_did_wait_for_each_other_are_repeated_and_blame_no_database(
         self, context: WorkerContext, engine: Engine, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -129,7 +94,7 @@ class TestClaimsAtOnce:
 
         def is_claim_ended() -> bool:
             """PostgreSQL ends the transaction that has waited for a second: this one, if the test was slow."""
-            add_run(engine)
+            add_run(engine, devices_needed=2)
             with ThreadPoolExecutor(1) as thread:
                 try:
                     with engine.begin() as connection:

@@ -16,7 +16,7 @@ from app.runs.events import log as event_log
 from app.runs.events.log import NewEvent
 from app.runs.state import machine, parts
 from app.tables.workers import Device, Worker
-from tests.rows import add_run, add_worker, claim_with_others, events_of, reserve, run_row
+from tests.rows import add_run, add_worker, claim, events_of, hold_workers, run_row
 from tests.waiting import eventually
 from worker import devices
 from worker.attempts import device_checks
@@ -50,8 +50,8 @@ def claimed(context: WorkerContext, engine: Engine) -> Any:
     """The claim of a run by another worker, of which this one is to train a part."""
     run_id = add_run(engine, devices_needed=2, hosts_needed=2).id
     lead = add_worker(engine, group_address="10.0.0.1", version=version("anneal"))
-    reserve(engine, run_id, lead, context.id)
-    row = claim_with_others(engine, lead)
+    hold_workers(engine, run_id, lead, context.id)
+    row = claim(engine, lead)
     assert row.members == [context.id]
     return row
 

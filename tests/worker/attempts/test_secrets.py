@@ -36,7 +36,7 @@ def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any)
     file = context.storage.dataset_file(run.dataset_id, "jsonl")
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a"}\n')
-    claimed = claim(engine, add_worker(engine, backends=["celery"]), backends=("celery",))
+    claimed = claim(engine, add_worker(engine, backends=["celery"]))
     return prepare(context, run_row(engine, claimed.id), CPU, WAITS)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from app.infra.broker import Broker
 from app.infra.db import async_engine, sync_engine
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine, parts
-from tests.rows import add_run, add_worker, claim, claim_with_others, reserve, run_row
+from tests.rows import add_run, add_worker, claim, hold_workers, run_row
 from tests.waiting import eventually, eventually_async
 
 SetClock = Callable[[str], None]
@@ -122,8 +122,8 @@ class TestALease:
     ) -> None:
         run = add_run(engine, devices_needed=2, hosts_needed=2).id
         lead, member = (add_worker(engine, group_address="10.0.0.1") for _ in range(2))
-        reserve(engine, run, lead, member)
-        row = claim_with_others(engine, lead)
+        hold_workers(engine, run, lead, member)
+        row = claim(engine, lead)
         set_clock("200 days")
         with engine.begin() as connection:
             assert connection.execute(machine.renew(run, row.lease_epoch, 60)).one().parts is None

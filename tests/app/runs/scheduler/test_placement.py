@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
+from app.config import Settings
+from app.infra.broker import Broker
+from app.infra.db import async_engine
 from app.runs.queue.fit import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
+from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, run_row
 
@@ -135,7 +139,7 @@ def test_in_a_mixed_fleet_no_run_is_claimed_where_it_cannot_fit_and_none_starves
     runs = {add_run(engine, requirements=one).id: one for one in wanted}
     for turn in range(40):
         for worker, (kind, memory) in dice.sample(sorted(workers.items()), len(workers)):
-            while (row := claim(engine, worker, kind=kind)) is not None:
+            while (row := claim(engine, worker)) is not None:
                 del runs[row.id]
                 needs, (index,) = Needs.of("fake", 1, 1, row.requirements), row.device_indexes
                 assert needs.kind in (None, kind) and not (needs.prefers_gpu and kind == "cpu")
@@ -158,8 +162,8 @@ def test_a_small_run_leaves_the_large_device_free(engine: Engine) -> None:
     worker = add_worker(engine, kind="cuda", memory_mb=[80_000, 24_000])
     add_run(engine, requirements={"estimated_mb": {"cuda": 5000}})
     big = add_run(engine, requirements={"estimated_mb": {"cuda": 70_000}})
-    assert list(claim(engine, worker, kind="cuda").device_indexes) == [1]
-    taken = claim(engine, worker, kind="cuda")
+    assert list(claim(engine, worker).device_indexes) == [1]
+    taken = claim(engine, worker)
     assert (taken.id, list(taken.device_indexes)) == (big.id, [0])
 
 
@@ -170,10 +174,10 @@ def test_a_run_that_names_a_gpu_trains_on_devices_of_this_name_only(engine: Engi
     small = add_run(engine, requirements={"gpu": "a10", "kind": "cuda"})
     another = add_run(engine, requirements={"gpu": "nvidia a100", "kind": "cuda"})
     absent = add_run(engine, requirements={"gpu": "h20", "kind": "cuda"})
-    taken = {row.id: sorted(row.device_indexes) for _ in range(3) if (row := claim(engine, mixed, kind="cuda"))}
+    taken = {row.id: sorted(row.device_indexes) for _ in range(3) if (row := claim(engine, mixed))}
     assert taken == {pair.id: [1, 3], small.id: [2], another.id: [0]}
     other = add_worker(engine, kind="cuda", memory_mb=[141_000], names=["NVIDIA H200"])
-    assert claim(engine, other, kind="cuda") is None
+    assert claim(engine, other) is None
     assert run_row(engine, absent.id).status == "pending"
 
 
@@ -192,18 +196,20 @@ def test_a_cpu_takes_a_run_that_prefers_a_gpu_once_the_last_gpu_is_gone_for_an_h
     assert claim(engine, cpu).id == run.id
 
 
-def test_a_hint_that_reached_the_wrong_worker_is_sent_again_at_once(engine: Engine) -> None:
+async def test_a_hint_that_reached_the_wrong_worker_is_sent_again_at_once(settings: Settings, engine: Engine) -> None:
     add_worker(engine)
     add_run(engine, requirements={"kind": "cuda"})
+    own = async_engine(settings.database_url or "")
 
-    def due(seconds: int) -> int:
+    async def due(seconds: int) -> int:
         with engine.begin() as connection:
             connection.execute(text("UPDATE runs SET notified_at = now() - make_interval(secs => :s)"), {"s": seconds})
-            return len(connection.execute(machine.mark_notified(10)).all())
+        return (await Dispatcher(own, Broker(settings), settings).round())[0]
 
-    assert [due(2), due(31)] == [0, 1], "no device that fits is free"
+    assert [await due(2), await due(31)] == [0, 1], "no device that fits is free"
     add_worker(engine, kind="cuda")
-    assert [due(0), due(2)] == [0, 1]
+    assert [await due(0), await due(2)] == [0, 1]
+    await own.dispose()
 
 
 def test_the_reason_is_cleared_when_the_run_starts(engine: Engine) -> None:

@@ -10,8 +10,8 @@ from sqlalchemy import Engine, insert, text
 from app.config import Settings
 from app.infra.db import async_engine
 from app.runs.queue.fit import DeviceOffer, Fleet, Needs, RunningRun, WorkerOffer
-from app.runs.scheduler.preemption import Room, choose_room, preempt
-from app.runs.scheduler.reserving import reserve
+from app.runs.scheduler.planning import plan_queue
+from app.runs.scheduler.preemption import Room, choose_room
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, run_row
@@ -81,20 +81,13 @@ class TestChoice:
 
 
 async def ask(settings: Settings, **values: Any) -> list[str]:
-    """Do what the dispatcher does each second."""
+    """Do what the dispatcher does each second; return the runs that are to make room."""
     own = settings.model_copy(update={"preempt_after_seconds": 10.0, "preempt_min_seconds": 0.0, **values})
     engine = async_engine(settings.database_url or "")
     async with engine.begin() as connection:
-        asked = await preempt(connection, own)
+        planned = await plan_queue(connection, own, ["fake"])
     await engine.dispose()
-    return asked
-
-
-async def renew_reservations(settings: Settings) -> None:
-    engine = async_engine(settings.database_url or "")
-    async with engine.begin() as connection:
-        await reserve(connection, settings, ["fake"])
-    await engine.dispose()
+    return planned.preempted if planned else []
 
 
 def wait_for(engine: Engine, run_id: str, seconds: float) -> None:
@@ -137,7 +130,7 @@ class TestOfTheQueue:
     async def test_a_run_of_a_cluster_asks_nobody(self, settings: Settings, engine: Engine) -> None:
         """The worker of another run could not claim it: it was started for that run alone."""
         add_run(engine, backend="ray")
-        train(engine, add_worker(engine, backends=["ray"]), backends=["ray"])
+        train(engine, add_worker(engine, backends=["ray"]))
         wait_for(engine, add_run(engine, backend="ray", priority=3).id, 11.0)
         assert await ask(settings) == []
 
@@ -201,13 +194,7 @@ class TestOfTheQueue:
         device = add_worker(engine, devices=2)
         add_run(engine)
         train(engine, device)
-        first = add_run(engine, priority=9, devices_needed=2)
-        with engine.begin() as connection:
-            values = {"worker": device, "run": first.id}
-            connection.execute(
-                text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 2, 0)"),
-                values,
-            )
+        add_run(engine, priority=9, devices_needed=2)
         second = add_run(engine, priority=3, requirements={"memory_mb": 1000})
         wait_for(engine, second.id, 11.0)
         with engine.begin() as connection:  # so that nothing is free
@@ -228,7 +215,6 @@ class TestOfTheQueue:
                 )
             )
         wait_for(engine, wide.id, 11.0)
-        await renew_reservations(settings)
         assert sorted(await ask(settings)) == sorted(run.id for run in low)
 
     async def test_no_one_is_asked_for_a_wide_run_that_could_not_keep_its_worker(
@@ -239,14 +225,12 @@ class TestOfTheQueue:
             add_run(engine), add_run(engine)
             train(engine, device), train(engine, device)
         first = [add_run(engine, priority=5, devices_needed=2) for _ in range(3)]
-        await renew_reservations(settings)
         fourth = add_run(engine, priority=3, devices_needed=2)
         wait_for(engine, fourth.id, 11.0)
         assert await ask(settings) == []
         for run in first:
             with engine.begin() as connection:
                 connection.execute(machine.request_stop(run.id, "checkpoint"))
-        await renew_reservations(settings)
         assert len(await ask(settings)) == 2
 
     async def test_a_run_that_would_lose_all_its_work_is_not_asked(self, settings: Settings, engine: Engine) -> None:

@@ -10,10 +10,10 @@ from sqlalchemy.exc import IntegrityError
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.runs.events.log import LeaseFenced, NewEvent, Progress, append
+from app.runs.queue.claim import claim_run
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
-from tests.rows import claim_within
 
 LEASE = 600.0
 REAP_LEASE = 0.3
@@ -92,7 +92,7 @@ def _create(call: Call, connection: Connection, fixed: dict[str, Any]) -> Any:
 def _claim(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     worker = call.worker
     assert worker
-    row = claim_within(connection, worker.id, LEASE, worker.backends, worker.kind, worker.labels)
+    row = claim_run(connection, worker.id, LEASE)
     return (*_moved([row])[0], sorted(row.device_indexes)) if row else None
 
 

@@ -107,8 +107,8 @@ class Model:
 
     def waits(self, call: Call, other: Call, locked: set[str]) -> bool:
         """Return True if the call has to wait for `other`; `locked` are the runs that `other` locks."""
-        if call.verb == other.verb == "claim" and call.worker and call.worker == other.worker:
-            return bool(self._free(call.worker))  # any claim locks the free devices of its worker first
+        if call.verb == other.verb == "claim":
+            return True  # claims take turns
         return call.verb not in SKIPPING and bool(self.locks(call) & locked)
 
     def apply(self, call: Call, locked: set[str] | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import Engine, insert, text
@@ -9,9 +10,10 @@ from sqlalchemy.exc import IntegrityError
 
 from app.config import Settings
 from app.infra.db import sync_engine
+from app.runs.queue.claim import claim_run
 from app.runs.state import machine
 from app.tables.runs import StoredEstimate
-from tests.rows import add_run, add_worker, claim, events_of, run_row
+from tests.rows import add_run, add_worker, claim, events_of, run_row, waiting_for_locks
 from tests.waiting import eventually
 
 
@@ -34,13 +36,6 @@ def reported(engine: Engine, run_id: str) -> list[tuple[str, str]]:
     return [
         (event.type, event.data.get("to") or event.data.get("code") or event.data.get("status")) for event in events
     ]
-
-
-def waits_for_a_lock(engine: Engine) -> bool:
-    """Whether any statement in this database does."""
-    query = "SELECT count(*) > 0 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    with engine.connect() as connection:
-        return bool(connection.scalar(text(query)))
 
 
 class TestClaim:
@@ -106,20 +101,28 @@ class TestClaim:
         assert add_run(engine).notified_at is None
         assert claim(engine, add_worker(engine)) is not None
 
-    def test_a_run_that_another_is_just_claiming_is_skipped(self, engine: Engine) -> None:
+    def test_a_run_that_another_is_just_claiming_is_not_claimed_again(self, engine: Engine) -> None:
         run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
-        got: list[object] = []
-        with engine.connect() as first:
-            statement = machine.claim(one, ["fake"], 60.0, "cpu", [])
-            assert first.execute(statement).one().id == run.id
-            second = threading.Thread(target=lambda: got.append(claim(engine, two)))
-            second.start()
-            eventually(lambda: got or waits_for_a_lock(engine), what="the second claim has picked, or has nothing to")
-            first.commit()
-            second.join(30)
-        assert got == [None]
+        with ThreadPoolExecutor(1) as thread:
+            with engine.begin() as connection:
+                row = claim_run(connection, one, 60.0)
+                assert row is not None and row.id == run.id
+                second = thread.submit(claim, engine, two)
+                eventually(lambda: second.done() or waiting_for_locks(engine))
+                assert not second.done(), "it waits for its turn"
+            assert second.result(30) is None
         row = run_row(engine, run.id)
         assert (row.lease_owner, row.lease_epoch, row.attempt) == (one, 1, 1)
+
+    def test_a_run_that_another_transaction_is_just_changing_is_skipped(self, engine: Engine) -> None:
+        first, second, worker = add_run(engine), add_run(engine), add_worker(engine)
+        with ThreadPoolExecutor(1) as thread:
+            with engine.begin() as connection:
+                connection.execute(text("SELECT 1 FROM runs WHERE id = :id FOR UPDATE"), {"id": first.id})
+                claimed = thread.submit(claim, engine, worker)
+                eventually(lambda: claimed.done() or waiting_for_locks(engine))
+                assert claimed.done(), "it waits for no one"
+            assert claimed.result(30).id == second.id
 
     def test_a_run_to_which_something_is_just_being_added_is_not_skipped(self, engine: Engine) -> None:
         """An estimate is stored just when the worker has its hint, and the next hint is a second away."""

@@ -54,4 +54,4 @@ class TestAMachine:
 
     def test_does_not_share_the_memory_of_gpus(self, engine: Engine) -> None:
         runs = [add_run(engine, requirements=MOST).id for _ in range(2)]
-        assert [claim(engine, worker, kind="cuda").id for worker in two_workers(engine, "cuda")] == runs
+        assert [claim(engine, worker).id for worker in two_workers(engine, "cuda")] == runs

@@ -1,6 +1,5 @@
 """Runs on several hosts: the claim takes the devices of all workers or none, and each part has a lease of its own."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,9 +11,7 @@ from app.infra.ids import new_id
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent
 from app.runs.state import machine, parts
-from app.runs.state.group_claim import is_reserved_with_others
-from tests.rows import add_run, add_worker, claim, claim_with_others, events_of, reserve, run_row
-from tests.waiting import eventually
+from tests.rows import add_run, add_worker, claim, events_of, hold_workers, run_row
 
 LEASE = 60.0
 END = {"exit_code": 0}
@@ -57,40 +54,34 @@ def expire(engine: Engine, run_id: str) -> None:
     execute(engine, text(past).bindparams(id=run_id))
 
 
-def wait_for_lock(engine: Engine) -> None:
-    """Wait until a statement waits for a lock."""
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-    eventually(lambda: execute(engine, text(waiting))[0][0])
-
-
 @pytest.fixture
 def claimed(engine: Engine) -> Any:
     """The claim of a run on two hosts of two devices each."""
     run_id, lead, other = wide(engine, each=2), member(engine, 2), member(engine, 3)
-    reserve(engine, run_id, lead, other)
-    return claim_with_others(engine, lead, LEASE)
+    hold_workers(engine, run_id, lead, other)
+    return claim(engine, lead, LEASE)
 
 
 class TestClaim:
     def test_it_takes_the_same_number_of_devices_of_each_worker(self, engine: Engine) -> None:
         run_id, lead = wide(engine, hosts=3, each=2), member(engine, 2)
         others = sorted([member(engine, 3), member(engine, 2)])
-        reserve(engine, run_id, lead, *others)
-        row = claim_with_others(engine, lead, LEASE)
+        hold_workers(engine, run_id, lead, *others)
+        row = claim(engine, lead, LEASE)
         assert (row.id, row.lease_owner, row.lease_epoch, row.attempt) == (run_id, lead, 1, 1)
         assert (sorted(row.device_indexes), sorted(row.members)) == ([0, 1], others)
         assert holders(engine, run_id) == {one: [0, 1] for one in (lead, *others)}
         found = [(one.part, one.worker_id, one.first_rank, one.device_indexes) for one in parts_of(engine, run_id)]
         assert found == [(1, others[0], 2, [0, 1]), (2, others[1], 4, [0, 1])]
-        assert claim_with_others(engine, lead, LEASE) is None
+        assert claim(engine, lead, LEASE) is None
 
     def test_it_takes_none_if_one_worker_lacks_a_device(self, engine: Engine) -> None:
         lead, other = member(engine, 2), member(engine, 2)
         add_run(engine)
         assert claim(engine, other) is not None
         run_id = wide(engine, each=2)
-        reserve(engine, run_id, lead, other)
-        assert claim_with_others(engine, lead, LEASE) is None
+        hold_workers(engine, run_id, lead, other)
+        assert claim(engine, lead, LEASE) is None
         assert (holders(engine, run_id), parts_of(engine, run_id)) == ({}, [])
         assert run_row(engine, run_id).status == "pending"
 
@@ -103,34 +94,33 @@ class TestClaim:
             "UPDATE workers SET version = '1'",
             "UPDATE devices SET paused_until = now() + interval '1 h'",
             "UPDATE devices SET memory_mb = 10",
-            "UPDATE reservations SET made_at = now() - interval '31 s'",
         ],
     )
     def test_a_worker_that_cannot_take_its_part_keeps_the_run_waiting(self, engine: Engine, change: str) -> None:
         run_id, lead, other = wide(engine, requirements={"memory_mb": 500}), member(engine), member(engine)
-        reserve(engine, run_id, lead, other)
+        hold_workers(engine, run_id, lead, other)
         column = "id" if "UPDATE workers" in change else "worker_id"
         execute(engine, text(f"{change} WHERE {column} = :id").bindparams(id=other))
-        assert claim_with_others(engine, lead, LEASE) is None
+        assert claim(engine, lead, LEASE) is None
 
-    def test_without_a_reservation_no_worker_takes_it(self, engine: Engine) -> None:
+    def test_on_workers_that_it_does_not_hold_or_not_any_more_it_does_not_start(self, engine: Engine) -> None:
         run_id, lead, other = wide(engine), member(engine, 2), member(engine)
-        assert claim(engine, lead) is None
-        assert claim_with_others(engine, lead, LEASE) is None
-        assert execute(engine, is_reserved_with_others(lead)) == [(False,)]
-        reserve(engine, run_id, other)
-        assert execute(engine, is_reserved_with_others(other)) == [(True,)]
-        assert claim_with_others(engine, other, LEASE) is None, "one of two workers"
+        assert claim(engine, lead, LEASE) is None
+        hold_workers(engine, run_id, other)
+        assert claim(engine, other, LEASE) is None, "one of two workers"
+        hold_workers(engine, run_id, lead, other)
+        execute(engine, text("UPDATE queue_plan SET made_at = now() - interval '31 s'"))
+        assert claim(engine, lead, LEASE) is None
 
     def test_a_quota_counts_the_devices_of_all_hosts(self, engine: Engine) -> None:
         run_id, lead, other = wide(engine, each=2), member(engine, 2), member(engine, 2)
         experiment = run_row(engine, run_id).experiment_id
         limit = text("UPDATE experiments SET max_devices = :most WHERE id = :id")
         execute(engine, limit.bindparams(most=3, id=experiment))
-        reserve(engine, run_id, lead, other)
-        assert claim_with_others(engine, lead, LEASE) is None
+        hold_workers(engine, run_id, lead, other)
+        assert claim(engine, lead, LEASE) is None
         execute(engine, limit.bindparams(most=4, id=experiment))
-        assert claim_with_others(engine, lead, LEASE).id == run_id
+        assert claim(engine, lead, LEASE).id == run_id
 
     def test_many_at_once_place_none_by_half_and_no_device_twice(self, engine: Engine) -> None:
         workers = [member(engine, 2) for _ in range(4)]
@@ -138,13 +128,9 @@ class TestClaim:
         small = [add_run(engine).id for _ in range(4)]
         for at in range(6):
             for gang, pair in zip(gangs, (workers[:2], workers[2:]), strict=True):
-                reserve(engine, gang, *pair)
+                hold_workers(engine, gang, *pair)
             with ThreadPoolExecutor(2 * len(workers)) as threads:
-                claims = [
-                    threads.submit(take, engine, one)
-                    for one in workers
-                    for take in (claim, lambda engine, one: claim_with_others(engine, one, LEASE))
-                ]
+                claims = [threads.submit(claim, engine, worker, LEASE) for worker in workers for _ in range(2)]
             for one_claim in claims:
                 one_claim.result()
             held = [holders(engine, run_id) for run_id in gangs]
@@ -157,34 +143,6 @@ class TestClaim:
                     execute(engine, *parts.end(run_id, one.lease_epoch, one.part, one.worker_id, END))
                 execute(engine, machine.complete(run_id, 1, None, "done"))
         assert all(run_row(engine, run_id).status == "completed" for run_id in (*gangs, *small))
-
-    def test_one_that_waited_for_the_devices_takes_no_run_of_which_another_attempt_ended_meanwhile(
-        self, engine: Engine
-    ) -> None:
-        run_id, lead, other = wide(engine), member(engine), member(engine)
-        reserve(engine, run_id, lead, other)
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
-        with engine.begin() as connection:
-            connection.execute(text("SELECT 1 FROM devices WHERE worker_id = :id FOR UPDATE"), {"id": lead})
-            thread.start()
-            wait_for_lock(engine)
-            execute(engine, text("UPDATE runs SET lease_epoch = lease_epoch + 1 WHERE id = :id").bindparams(id=run_id))
-        thread.join()
-        assert found == [None]
-        assert claim_with_others(engine, lead, LEASE).id == run_id
-
-    def test_it_waits_for_no_reservation_that_the_dispatcher_writes(self, engine: Engine) -> None:
-        run_id, lead, other = wide(engine), member(engine), member(engine)
-        reserve(engine, run_id, lead, other)
-        with engine.begin() as connection:
-            query = text("SELECT 1 FROM reservations WHERE worker_id = :id FOR UPDATE")
-            connection.execute(query, {"id": other})
-            found: list[Any] = []
-            thread = threading.Thread(target=lambda: found.append(claim_with_others(engine, lead, LEASE)))
-            thread.start()
-            thread.join(5)
-            assert [row.id for row in found] == [run_id]
 
     def test_the_devices_divide_by_the_hosts(self, engine: Engine) -> None:
         with pytest.raises(IntegrityError, match="hosts_divide_devices"):
@@ -205,11 +163,11 @@ class TestPart:
         execute(engine, machine.retry(claimed.id, claimed.lease_epoch, "lost", 0.0))
         assert holders(engine, claimed.id) == {other: [0, 1]}, "the lead's are free, the other's not yet"
         third = member(engine, 2)
-        reserve(engine, claimed.id, lead, third)
-        assert claim_with_others(engine, lead, LEASE) is None
+        hold_workers(engine, claimed.id, lead, third)
+        assert claim(engine, lead, LEASE) is None
         expire(engine, claimed.id)
         execute(engine, parts.reap(0.0))
-        assert claim_with_others(engine, lead, LEASE).attempt == 2
+        assert claim(engine, lead, LEASE).attempt == 2
 
     def test_its_end_frees_its_devices_and_no_others(self, engine: Engine, claimed: Any) -> None:
         lead, other = claimed.lease_owner, claimed.members[0]

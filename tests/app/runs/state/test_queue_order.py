@@ -12,7 +12,7 @@ from app.infra.db import async_engine
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
-from tests.rows import add_key, add_run, add_worker, claim, run_row
+from tests.rows import add_key, add_run, add_worker, claim, run_row, stored_holds
 
 
 def use(engine: Engine, **seconds: float) -> None:
@@ -169,5 +169,4 @@ class TestQuotas:
         await own.dispose()
         reason: Any = run_row(engine, waits.id).pending_reason
         assert reason["code"] == "quota" and f"quota of its API key {sentence}" in reason["message"]
-        with engine.connect() as connection:
-            assert connection.scalar(text("SELECT count(*) FROM reservations")) == 0, "it keeps no devices idle"
+        assert stored_holds(engine).holds == [], "it keeps no devices idle"

@@ -1,4 +1,4 @@
-"""Reservations of workers for runs on several devices, as they are stored and as claims respect them."""
+"""Workers that runs on several devices hold, as rounds store them and as claims respect them."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -10,29 +10,30 @@ from sqlalchemy import Engine, insert, text
 from app.config import Settings
 from app.infra.db import async_engine, session_maker
 from app.runs.queue.durations import Estimate
-from app.runs.scheduler import reserving
+from app.runs.queue.holds_table import take_turn
+from app.runs.scheduler import planning
 from app.runs.scheduler.eta import EtaService
 from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.reserving import reserve
+from app.runs.scheduler.planning import PlannedQueue, plan_queue
 from app.runs.state import machine
 from app.tables.runs import Run
 from app.tables.scheduling import DeviceUsage
-from tests.rows import add_run, add_worker, claim, claim_with_others, run_row, waiting_for_locks
+from tests.rows import add_run, add_worker, claim, hold_workers, run_row, stored_holds, waiting_for_locks
 from tests.waiting import eventually
 
 
-def stored(engine: Engine) -> list[Any]:
-    with engine.connect() as connection:
-        query = "SELECT run_id, worker_id, devices, starts_at > clock_timestamp() AS is_later, spare, durations"
-        return list(connection.execute(text(f"{query} FROM reservations ORDER BY run_id")).all())
+def held_workers(engine: Engine) -> list[tuple[str, str]]:
+    """Return run and worker of each hold."""
+    return sorted((hold.run_id, worker_id) for hold in stored_holds(engine).holds for worker_id in hold.devices)
 
 
-async def renew(settings: Settings) -> None:
+async def plan(settings: Settings) -> PlannedQueue | None:
     """Do what the dispatcher does each second."""
     engine = async_engine(settings.database_url or "")
     async with engine.begin() as connection:
-        await reserve(connection, settings, ["fake"])
+        planned = await plan_queue(connection, settings, ["fake"])
     await engine.dispose()
+    return planned
 
 
 @pytest.fixture
@@ -55,20 +56,18 @@ class TestOfTheQueue:
         first = add_run(engine)
         claim(engine, worker)
         big, small = add_run(engine, devices_needed=2), add_run(engine)
-        await renew(settings)
-        ((run_id, on, devices, is_later, spare, _),) = stored(engine)
-        assert (run_id, on, devices, is_later, spare) == (big.id, worker, 2, None, 0)
-        assert claim(engine, worker) is None, (
-            "the free device stays reserved, since the end of the other run is unknown"
-        )
+        await plan(settings)
+        (hold,) = stored_holds(engine).holds
+        assert (hold.run_id, list(hold.devices), hold.starts_at) == (big.id, [worker], None)
+        assert claim(engine, worker) is None, "the free device is kept, since the end of the other run is unknown"
         urgent = add_run(engine, priority=1)
         assert claim(engine, worker).id == urgent.id, "it precedes the wide run"
         for run in (first, urgent):
             with engine.begin() as connection:
                 connection.execute(machine.complete(run.id, 1, None, "done")).one()
         assert claim(engine, worker).id == big.id
-        await renew(settings)
-        assert stored(engine) == []
+        await plan(settings)
+        assert held_workers(engine) == []
         assert claim(engine, worker) is None and run_row(engine, small.id).status == "pending"
 
     async def test_no_worker_is_kept_for_a_run_on_several_hosts_while_a_paused_device_is_missing(
@@ -80,38 +79,36 @@ class TestOfTheQueue:
         for hours, kept in ((1, []), (-1, sorted(workers))):
             with engine.begin() as connection:
                 connection.execute(pause, {"time": hours, "id": workers[0]})
-            await renew(settings)
-            assert sorted(row.worker_id for row in stored(engine)) == kept
+            await plan(settings)
+            assert [worker_id for _, worker_id in held_workers(engine)] == kept
 
-    async def test_a_run_on_several_hosts_reserves_workers_of_one_version(
+    async def test_a_run_on_several_hosts_holds_workers_of_one_version(
         self, settings: Settings, engine: Engine
     ) -> None:
         _, new = (add_worker(engine, devices=1, group_address="10.0.0.1", version=version) for version in "12")
         run = add_run(engine, devices_needed=2, hosts_needed=2)
-        await renew(settings)
-        assert stored(engine) == []
+        await plan(settings)
+        assert held_workers(engine) == []
         other = add_worker(engine, devices=1, group_address="10.0.0.1", version="2")
-        await renew(settings)
-        assert sorted(row.worker_id for row in stored(engine)) == sorted([new, other])
-        assert claim_with_others(engine, new).id == run.id
+        await plan(settings)
+        assert held_workers(engine) == sorted([(run.id, new), (run.id, other)])
+        assert claim(engine, new).id == run.id
 
     def test_two_claims_at_once_do_not_both_take_the_spare_device(self, engine: Engine) -> None:
         worker = add_worker(engine, devices=4)
         big = add_run(engine, devices_needed=3)
         add_run(engine), add_run(engine)
-        put = text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 3, 1)")
-        with engine.begin() as connection:
-            connection.execute(put, {"worker": worker, "run": big.id})
-            connection.execute(
-                text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"), {"id": big.id}
-            )
+        hold_workers(engine, big.id, worker, devices=range(4))
         with ThreadPoolExecutor(2) as threads:
             with engine.begin() as connection:
-                connection.execute(text("SELECT 1 FROM devices FOR UPDATE"))
+                take_turn(connection)
+                # It waits for its devices, and so does not start itself.
+                connection.execute(text("UPDATE runs SET not_before = now() WHERE id = :id"), {"id": big.id})
+                connection.execute(text("UPDATE devices SET paused_until = now() + interval '1 h' WHERE index > 1"))
                 claims = [threads.submit(claim, engine, worker) for _ in range(2)]
                 eventually(lambda: waiting_for_locks(engine) == 2)
-            found = [one.result() for one in claims]
-        assert [row is None for row in found].count(True) == 1
+            rows = [claimed.result() for claimed in claims]
+        assert [row is None for row in rows].count(True) == 1
 
     async def test_an_older_run_of_the_same_owner_precedes_the_wide_one(
         self, settings: Settings, engine: Engine
@@ -129,7 +126,7 @@ class TestOfTheQueue:
             )
             delay = text("UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id")
             connection.execute(delay, {"id": older.id})
-        await renew(settings)
+        await plan(settings)
         assert claim(engine, worker) is None, "the device is kept for the wide one"
         with engine.begin() as connection:
             connection.execute(text("UPDATE runs SET not_before = now()"))
@@ -146,9 +143,9 @@ class TestOfTheQueue:
         add_run(engine, devices_needed=3)
         long, short = add_run(engine), add_run(engine)
         lengths |= {long.id: 400.0, short.id: 20.0}
-        await renew(settings)
-        ((_, _, _, is_later, spare, durations),) = stored(engine)
-        assert (is_later, spare, durations) == (True, 0, {short.id: 20.0})
+        await plan(settings)
+        holds = stored_holds(engine)
+        assert holds.seconds == {"cpu": {short.id: 20.0}} and len(holds.holds) == 1
         assert claim(engine, worker).id == short.id
         assert claim(engine, worker) is None, "the long one would delay it"
 
@@ -160,49 +157,17 @@ class TestOfTheQueue:
         claim(engine, worker)
         big, small = add_run(engine, devices_needed=3), [add_run(engine) for _ in range(2)]
 
-        async def read(*given: Any) -> Forecast | None:
-            forecast = await read_forecast(*given)
+        async def read(*arguments: Any, **options: Any) -> Forecast | None:
+            forecast = await read_forecast(*arguments, **options)
             assert claim(engine, worker).id == small[0].id
             return forecast
 
-        monkeypatch.setattr(reserving, "read_forecast", read)
-        await renew(settings)
-        assert [(row.run_id, row.spare) for row in stored(engine)] == [(big.id, 0)]
-        assert claim(engine, worker) is None, "the device that the round had found to spare is in use"
+        monkeypatch.setattr(planning, "read_forecast", read)
+        await plan(settings)
+        assert held_workers(engine) == [(big.id, worker)]
+        assert claim(engine, worker) is None, "the device that the round had left to others is in use"
 
-    async def test_a_round_neither_waits_for_a_claim_in_flight_nor_changes_what_it_reads(
-        self, settings: Settings, engine: Engine
-    ) -> None:
-        workers = [add_worker(engine, devices=2) for _ in range(2)]
-        for one in workers:
-            add_run(engine), claim(engine, one)
-        add_run(engine, devices_needed=2), add_run(engine, devices_needed=2)
-        add_run(engine, priority=1)
-
-        def made_at() -> list[Any]:
-            with engine.connect() as connection:
-                query = text("SELECT made_at FROM reservations WHERE worker_id = :id")
-                return [connection.scalar(query, {"id": one}) for one in workers]
-
-        async def renew_beside_a_claim(*statements: Any) -> None:
-            before = made_at()
-            with engine.connect() as connection:
-                for statement in statements:
-                    connection.execute(statement)
-                await renew(settings)
-                connection.rollback()
-            after = made_at()
-            assert after[0] == before[0], "of the worker that is being changed"
-            assert after[1] != before[1]
-
-        locks = machine.lock_for_claim(workers[0])
-        taking = machine.claim(workers[0], ["fake"], 60.0, "cpu", [])
-        await renew_beside_a_claim(*locks, taking)
-        await renew(settings)
-        await renew_beside_a_claim(*locks)
-        await renew_beside_a_claim(*locks, taking)
-
-    async def test_a_claim_that_waited_for_a_round_respects_the_reservation_that_it_made(
+    async def test_a_claim_that_waited_for_a_round_respects_what_it_holds(
         self, settings: Settings, engine: Engine
     ) -> None:
         worker = add_worker(engine, devices=2)
@@ -212,35 +177,14 @@ class TestOfTheQueue:
         own = async_engine(settings.database_url or "")
         with ThreadPoolExecutor(1) as thread:
             async with own.begin() as connection:
-                await reserve(connection, settings, ["fake"])
-                found = thread.submit(claim, engine, worker)
+                await plan_queue(connection, settings, ["fake"])
+                claimed = thread.submit(claim, engine, worker)
                 await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine))
-            assert found.result() is None
+            assert claimed.result() is None
         await own.dispose()
 
-    async def test_a_reservation_that_a_round_could_not_take_back_starts_no_run_with_others(
-        self, settings: Settings, engine: Engine
-    ) -> None:
-        """It has a claim in flight, whose worker would then lead a run without a device for it."""
-        busy, other = (add_worker(engine, devices=2, group_address="10.0.0.1") for _ in range(2))
-        for worker in (busy, other):
-            add_run(engine, devices_needed=2)
-            claim(engine, worker)
-        run = add_run(engine, devices_needed=2, hosts_needed=2)
-        await renew(settings)
-        assert sorted(row.worker_id for row in stored(engine)) == sorted([busy, other])
-        free = [add_worker(engine, devices=1, group_address="10.0.0.1") for _ in range(2)]
-        add_run(engine, devices_needed=2)  # fits the workers that it leaves
-        with engine.begin() as connection:
-            connection.execute(machine.lock_for_claim(busy)[1])
-            await renew(settings)
-        assert {row.worker_id for row in stored(engine) if row.run_id == run.id} == {busy, *free}
-        assert claim_with_others(engine, busy) is None
-        await renew(settings)
-        assert claim_with_others(engine, free[0]).id == run.id
-
     @pytest.mark.parametrize("epoch", [1e-320, 1e308])
-    async def test_no_trainer_keeps_others_from_their_reservations_whatever_it_reports(
+    async def test_no_trainer_keeps_others_from_their_holds_whatever_it_reports(
         self, settings: Settings, engine: Engine, epoch: float
     ) -> None:
         worker = add_worker(engine, devices=2)
@@ -252,8 +196,8 @@ class TestOfTheQueue:
             )
             connection.execute(text(reported), {"epoch": epoch, "id": odd.id})
         wide = add_run(engine, devices_needed=2)
-        await renew(settings)
-        assert [row.run_id for row in stored(engine)] == [wide.id]
+        await plan(settings)
+        assert held_workers(engine) == [(wide.id, worker)]
 
     async def test_runs_that_fit_nowhere_do_not_hide_one_on_several_hosts_behind_them(
         self, settings: Settings, engine: Engine
@@ -266,14 +210,14 @@ class TestOfTheQueue:
             copy = f"SELECT 'run_' || lpad(n::text, 26, '0'), {copied} FROM runs, generate_series(1, 1200) AS n"
             connection.execute(text(f"INSERT INTO runs (id, {copied}) {copy} WHERE id = :id"), {"id": first.id})
         run = add_run(engine, devices_needed=2, hosts_needed=2)
-        await renew(settings)
-        assert sorted(row.worker_id for row in stored(engine)) == sorted(workers)
+        await plan(settings)
+        assert held_workers(engine) == sorted((run.id, worker) for worker in workers)
         own = async_engine(settings.database_url or "")
         near = f"run_{1:026}"
         found = await EtaService(settings, ["fake"], session_maker(own)).of({near: "pending", run.id: "pending"})
         await own.dispose()
         assert set(found) == {near}, "the runs before the other are not all known"
-        assert claim_with_others(engine, workers[0]).id == run.id
+        assert claim(engine, workers[0]).id == run.id
 
     async def test_spare_devices_are_given_once(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
@@ -285,20 +229,20 @@ class TestOfTheQueue:
         add_run(engine, devices_needed=2, requirements={"labels": ["elsewhere"]})
         fits = add_run(engine, devices_needed=4)
         small = [add_run(engine) for _ in range(2)]
-        await renew(settings)
-        assert [(row.run_id, row.spare) for row in stored(engine)] == [(fits.id, 1)], "others fit no worker"
+        await plan(settings)
+        assert held_workers(engine) == [(fits.id, worker)], "others fit no worker"
         assert [claim(engine, worker).id, claim(engine, worker)] == [small[0].id, None]
 
-    async def test_a_reservation_that_nobody_renews_binds_no_one(self, settings: Settings, engine: Engine) -> None:
+    async def test_a_hold_that_nobody_renews_binds_no_one(self, settings: Settings, engine: Engine) -> None:
         worker = add_worker(engine, devices=2)
         add_run(engine)
         claim(engine, worker)
         add_run(engine, devices_needed=2)
         small = add_run(engine)
-        await renew(settings)
+        await plan(settings)
         assert claim(engine, worker) is None
         with engine.begin() as connection:
-            connection.execute(text("UPDATE reservations SET made_at = now() - interval '31 s'"))
+            connection.execute(text("UPDATE queue_plan SET made_at = now() - interval '31 s'"))
         taken = claim(engine, worker)
         assert taken is not None and taken.id == small.id
 
@@ -309,11 +253,13 @@ class TestOfTheQueue:
         add_run(engine, devices_needed=2)
         add_run(engine)
 
-        def hints() -> int:
+        def hints(startable: list[str]) -> int:
             with engine.begin() as connection:
                 connection.execute(text("UPDATE runs SET notified_at = now() - interval '2 s'"))
-                return len(connection.execute(machine.mark_notified(10)).all())
+                return len(connection.execute(machine.mark_notified(10, startable)).all())
 
-        assert hints() == 2
-        await renew(settings)
-        assert hints() == 0
+        planned = await plan(settings)
+        assert planned is not None and hints(planned.startable_runs()) == 0
+        add_worker(engine)
+        planned = await plan(settings)
+        assert planned is not None and hints(planned.startable_runs()) == 1

@@ -1,6 +1,5 @@
 """Quotas that are kept for a run which waits for them, so that later runs do not overtake it for ever."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,30 +9,26 @@ from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.runs.queue.durations import Estimate
-from app.runs.scheduler import reserving
+from app.runs.scheduler import planning
 from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.reserving import reserve
+from app.runs.scheduler.planning import plan_queue
 from app.runs.state import machine
-from tests.rows import add_key, add_run, add_worker, claim, claim_with_others, run_row, waiting_for_locks
-from tests.rows import reserve as reserve_workers
-from tests.waiting import eventually
+from tests.rows import add_key, add_run, add_worker, claim, hold_workers, run_row, stored_holds
 
 HOUR = "UPDATE runs SET not_before = now() + interval '1 h' WHERE id = :id"
 
 
-async def renew(settings: Settings) -> None:
+async def plan(settings: Settings) -> None:
     """Do what the dispatcher does each second."""
     engine = async_engine(settings.database_url or "")
     async with engine.begin() as connection:
-        await reserve(connection, settings, ["fake"])
+        await plan_queue(connection, settings, ["fake"])
     await engine.dispose()
 
 
-def kept(engine: Engine) -> list[tuple[str, str, int]]:
-    with engine.connect() as connection:
-        query = text("SELECT quota_id, run_id, spare FROM quota_reservations ORDER BY quota_id")
-        return [(row[0], row[1], row[2]) for row in connection.execute(query)]
+def held_quotas(engine: Engine) -> list[tuple[str, str, int]]:
+    return sorted((hold.quota_id, hold.run_id, hold.spare) for hold in stored_holds(engine).quota_holds)
 
 
 def execute(engine: Engine, statement: str, **values: Any) -> None:
@@ -69,18 +64,15 @@ class TestAQuota:
         later = [add_run(engine, created_by=key, devices_needed=needed) for needed in (1, 2)]
         other = add_run(engine)
         execute(engine, "UPDATE runs SET not_before = now() - interval '6 s'")
-        await renew(settings)
-        assert kept(engine) == [(key, wide.id, 0)]
+        await plan(settings)
+        assert held_quotas(engine) == [(key, wide.id, 0)]
         assert [claim(engine, worker).id, claim(engine, worker)] == [other.id, None]
         own = async_engine(settings.database_url or "", pool_size=1)
         await Dispatcher(own, Broker(settings), settings, ["fake"]).round()
         await own.dispose()
         reason: Any = run_row(engine, later[0].id).pending_reason
         assert reason["code"] == "quota" and f"is kept for run {wide.id}" in reason["message"]
-        with engine.connect() as connection:
-            assert connection.scalar(text("SELECT count(*) FROM reservations")) == 0, (
-                "one that may not start keeps none"
-            )
+        assert stored_holds(engine).holds == [], "one that may not start keeps no devices"
         urgent = add_run(engine, created_by=key, priority=1)
         assert claim(engine, worker).id == urgent.id, "it precedes the wide run"
         for run in (first, urgent):
@@ -99,8 +91,8 @@ class TestAQuota:
         wide = add_run(engine, created_by="a", devices_needed=3, experiment_id=first.experiment_id)
         add_run(engine, created_by="b", experiment_id=first.experiment_id)
         elsewhere = add_run(engine, created_by="b")
-        await renew(settings)
-        assert kept(engine) == [(first.experiment_id, wide.id, 0)]
+        await plan(settings)
+        assert held_quotas(engine) == [(first.experiment_id, wide.id, 0)]
         assert [claim(engine, worker).id, claim(engine, worker)] == [elsewhere.id, None]
 
     async def test_lets_those_start_that_end_in_time_or_leave_enough(
@@ -113,8 +105,8 @@ class TestAQuota:
         wide = add_run(engine, created_by=key, devices_needed=5)
         long, also_long, short = (add_run(engine, created_by=key, devices_needed=needed) for needed in (2, 1, 1))
         lengths |= {long.id: 400.0, also_long.id: 400.0, short.id: 20.0}
-        await renew(settings)
-        assert kept(engine) == [(key, wide.id, 2)], "seven less five"
+        await plan(settings)
+        assert held_quotas(engine) == [(key, wide.id, 2)], "seven less five"
         assert [claim(engine, worker).id, claim(engine, worker).id] == [long.id, short.id]
         assert claim(engine, worker) is None
 
@@ -126,10 +118,10 @@ class TestAQuota:
         mine = add_run(engine, created_by=key)
         claim(engine, other)
         wide, _ = add_run(engine, created_by=key, devices_needed=3), add_run(engine, created_by=key)
-        await renew(settings)
+        await plan(settings)
         end(engine, mine.id)
-        await renew(settings)
-        assert kept(engine) == [(key, wide.id, 0)]
+        await plan(settings)
+        assert held_quotas(engine) == [(key, wide.id, 0)]
         assert [claim(engine, one) for one in (worker, other)] == [None, None]
 
     @pytest.mark.parametrize("change", ["needs more than the quota", "fits no worker", "waits after a loss"])
@@ -145,8 +137,8 @@ class TestAQuota:
         if change == "waits after a loss":
             execute(engine, HOUR, id=wide.id)
         small = add_run(engine, created_by=key)
-        await renew(settings)
-        assert kept(engine) == []
+        await plan(settings)
+        assert held_quotas(engine) == []
         assert claim(engine, worker).id == small.id
 
     async def test_that_no_process_renews_binds_no_one(self, settings: Settings, engine: Engine) -> None:
@@ -154,9 +146,9 @@ class TestAQuota:
         add_run(engine, created_by=key, devices_needed=2), claim(engine, worker)
         add_run(engine, created_by=key, devices_needed=2)
         small = add_run(engine, created_by=key)
-        await renew(settings)
+        await plan(settings)
         assert claim(engine, worker) is None
-        execute(engine, "UPDATE quota_reservations SET made_at = now() - interval '31 s'")
+        execute(engine, "UPDATE queue_plan SET made_at = now() - interval '31 s'")
         assert claim(engine, worker).id == small.id
 
     async def test_is_kept_from_a_run_on_several_hosts_too(self, settings: Settings, engine: Engine) -> None:
@@ -166,12 +158,13 @@ class TestAQuota:
         claim(engine, workers[2])
         add_run(engine, created_by=key, devices_needed=4, hosts_needed=2)
         later = add_run(engine, created_by=key, devices_needed=2, hosts_needed=2)
-        await renew(settings)
-        reserve_workers(engine, later.id, *workers[:2])
-        assert claim_with_others(engine, workers[0]) is None
+        await plan(settings)
+        quota_holds = stored_holds(engine).quota_holds
+        hold_workers(engine, later.id, *workers[:2], quota_holds=quota_holds)
+        assert claim(engine, workers[0]) is None
         end(engine, first.id)
-        execute(engine, "DELETE FROM quota_reservations")
-        assert claim_with_others(engine, workers[0]).id == later.id
+        hold_workers(engine, later.id, *workers[:2])
+        assert claim(engine, workers[0]).id == later.id
 
     async def test_that_a_claim_uses_while_a_round_computes_is_not_given_again(
         self, settings: Settings, engine: Engine, lengths: dict[str, float], monkeypatch: pytest.MonkeyPatch
@@ -182,34 +175,12 @@ class TestAQuota:
         claim(engine, worker)
         wide, *small = (add_run(engine, created_by=key, devices_needed=needed) for needed in (4, 2, 1))
 
-        async def read(*given: Any) -> Forecast | None:
-            forecast = await read_forecast(*given)
+        async def read(*arguments: Any, **options: Any) -> Forecast | None:
+            forecast = await read_forecast(*arguments, **options)
             assert claim(engine, worker).id == small[0].id
             return forecast
 
-        monkeypatch.setattr(reserving, "read_forecast", read)
-        await renew(settings)
-        assert kept(engine) == [(key, wide.id, 0)], "two devices to spare, which are in use"
-        assert claim(engine, worker) is None
-
-    async def test_that_is_dropped_beside_a_claim_leaves_both_their_locks(
-        self, settings: Settings, engine: Engine
-    ) -> None:
-        """The claim has locked the reservation of its worker, and changes that of the quota next."""
-        key, worker = add_key(engine, 4), add_worker(engine, devices=4)
-        wide, small = add_run(engine, created_by=key, devices_needed=2), add_run(engine, created_by=key)
-        execute(engine, "INSERT INTO quota_reservations (quota_id, run_id, spare) VALUES (:key, :run, 2)",
-                key=key, run=wide.id)  # fmt: skip
-        reserve_workers(engine, wide.id, worker)
-        with engine.begin() as connection:
-            connection.execute(machine.request_stop(wide.id, "discard"))
-        with engine.begin() as connection:
-            for lock in machine.lock_for_claim(worker):
-                connection.execute(lock)
-            dropping = asyncio.create_task(renew(settings))
-            await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine))
-            taking = machine.claim(worker, ["fake"], 60.0, "cpu", [])
-            row = await asyncio.to_thread(lambda: connection.execute(taking).one_or_none())
-        await dropping
-        assert row is not None and row.id == small.id
-        assert kept(engine) == []
+        monkeypatch.setattr(planning, "read_forecast", read)
+        await plan(settings)
+        assert held_quotas(engine) == [(key, wide.id, 2)]
+        assert claim(engine, worker) is None, "the two devices to spare are in use"

@@ -1,0 +1,71 @@
+"""Reads and writes the stored holds of the queue, and the lock under which claims and they are in order."""
+
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, text
+
+from app.runs.queue.holds import QuotaUse, StoredHolds
+from app.runs.queue.order import JOIN_ROOM, WAITING_COLUMNS, WITH_ROOM, waiting_run
+from app.runs.queue.policy import OrderKey, QuotaHold, order_key
+from app.tables.scheduling import HOLD_SECONDS
+
+_LOCK = 0x71756575  # "queu"
+_TAKE_TURN = text(f"SELECT pg_advisory_xact_lock({_LOCK})")
+_HOLDS = text(f"""
+    SELECT cast(extract(epoch FROM clock_timestamp()) AS float) AS now, (
+        SELECT holds FROM queue_plan WHERE made_at > clock_timestamp() - interval '{HOLD_SECONDS} s'
+    ) AS holds
+""")
+_QUOTA_USES = text("""
+    SELECT quota.id, runs.id, count(*), min(devices.name)
+    FROM devices JOIN runs ON runs.id = devices.run_id
+        JOIN unnest(cast(:quotas AS text[])) AS quota(id) ON quota.id IN (runs.created_by, runs.experiment_id)
+    GROUP BY quota.id, runs.id
+""")
+_HOLDERS = text(f"""
+    {WITH_ROOM} SELECT {WAITING_COLUMNS} FROM runs {JOIN_ROOM}
+    WHERE runs.id = ANY(:run_ids) AND runs.status = 'pending'
+""")
+_STORE = text("""
+    INSERT INTO queue_plan (holds) VALUES (cast(:holds AS jsonb))
+    ON CONFLICT (id) DO UPDATE SET holds = excluded.holds, made_at = excluded.made_at
+""")
+_DELETE = text("DELETE FROM queue_plan")
+
+
+def take_turn(connection: Connection) -> None:
+    """Wait for the claims before this transaction; those after it wait for its end."""
+    connection.execute(_TAKE_TURN)
+
+
+def read_holds(connection: Connection) -> tuple[StoredHolds, float]:
+    """Return the holds that count, and the Unix time of the database."""
+    now, stored = connection.execute(_HOLDS).one()
+    return StoredHolds.model_validate(stored or {}), now
+
+
+def read_quota_uses(connection: Connection, holds: StoredHolds) -> list[QuotaUse]:
+    """Return the devices of held quotas that runs use."""
+    quotas = [hold.quota_id for hold in holds.quota_holds]
+    return [QuotaUse(*row) for row in connection.execute(_QUOTA_USES, {"quotas": quotas})] if quotas else []
+
+
+def read_quota_holds(connection: Connection) -> Mapping[str, tuple[OrderKey, QuotaHold]]:
+    """Return the holds of quotas, each with the place of its run in the queue, by id of the quota."""
+    holds, now = read_holds(connection)
+    if not holds.quota_holds:
+        return {}
+    rows = connection.execute(_HOLDERS, {"run_ids": [hold.run_id for hold in holds.quota_holds]}).all()
+    holders = {row.id: waiting_run(row) for row in rows}
+    used = {row.owner: row.used for row in rows}
+    quota_holds = holds.quota_holds_of(holders, read_quota_uses(connection, holds), now)
+    return {quota_id: (order_key(hold.run, used), hold) for quota_id, hold in quota_holds.items()}
+
+
+def store_holds(connection: Connection, holds: StoredHolds) -> None:
+    """Replace the stored holds; claims wait for the end of the transaction."""
+    if holds.run_ids():
+        take_turn(connection)
+        connection.execute(_STORE, {"holds": holds.model_dump_json()})
+    else:
+        connection.execute(_DELETE)
