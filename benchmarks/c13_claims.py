@@ -21,12 +21,12 @@ from sqlalchemy import Connection, Engine, text
 from app.config import Settings
 from app.infra.db import async_engine, sync_engine
 from app.infra.ids import new_id
-from app.runs.scheduler.reserving import reserve
-from app.runs.state import group_claim, machine, parts
+from app.runs.scheduler.planning import plan_queue
+from app.runs.state import machine, parts
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
 from app.tables.runs import Run
-from tests.rows import add_run, add_worker
+from tests.rows import add_run, add_worker, claim, hold_workers
 
 CLAIMANTS, CLAIMED, DEVICES = 8, 1500, 4
 ROWS, WAITING, KEYS, FLEET = 1_000_000, 100_000, 200, 64
@@ -73,14 +73,6 @@ def _worker(engine: Engine, devices: int) -> str:
     return add_worker(engine, devices=devices, group_address="10.0.0.1")
 
 
-def _execute_claim(engine: Engine, locks: tuple[Any, ...], claim: Any) -> Any:
-    """Execute a claim behind its locks, as a worker does."""
-    with engine.begin() as connection:
-        for lock in locks:
-            connection.execute(lock)
-        return connection.execute(claim).one_or_none()
-
-
 # Many claims at once
 
 
@@ -92,12 +84,12 @@ def claim_at_once(settings: Settings, engine: Engine, scale: float) -> bool:
     claimants = [_Claimant(engine, worker, count) for worker in workers]
     done: list[str] = []
     threads = [threading.Thread(target=one.work, args=(done,)) for one in claimants]
-    reserving = threading.Thread(target=lambda: asyncio.run(_reserve_until_done(settings, threads)))
+    planning = threading.Thread(target=lambda: asyncio.run(_plan_until_done(settings, threads)))
     wrong: list[str] = []
     watcher = threading.Thread(target=_watch, args=(engine, threads, wrong))
-    for thread in (*threads, reserving, watcher):
+    for thread in (*threads, planning, watcher):
         thread.start()
-    for thread in (*threads, reserving, watcher):
+    for thread in (*threads, planning, watcher):
         thread.join()
     wrong += [problem for one in claimants for problem in one.wrong]
     took = [seconds for one in claimants for seconds in one.took]
@@ -151,11 +143,7 @@ class _Claimant:
         self.took: list[float] = []
         self._engine = engine
         self._count = count
-        self._locks = machine.lock_for_claim(worker)
-        self._lock_devices = machine.lock_devices(worker)
-        self._is_reserved = group_claim.is_reserved_with_others(worker)
-        self._own = machine.claim(worker, ["fake"], LEASE, "cpu", [])
-        self._with_others = group_claim.claim_with_others(worker, ["fake"], LEASE)
+        self._worker = worker
 
     def work(self, done: list[str]) -> None:
         last = time.monotonic()
@@ -173,12 +161,7 @@ class _Claimant:
 
     def _take(self) -> Any:
         began = time.perf_counter()
-        row = _execute_claim(self._engine, (*self._locks, self._lock_devices), self._own)
-        if row is None:
-            with self._engine.begin() as connection:
-                is_reserved = connection.scalar(self._is_reserved)
-            if is_reserved:
-                row = _execute_claim(self._engine, self._locks, self._with_others)
+        row = claim(self._engine, self._worker, LEASE)
         self.took.append(time.perf_counter() - began)
         return row
 
@@ -200,12 +183,12 @@ def _parts_of(engine: Engine, row: Any) -> list[tuple[int, str]]:
         return list(connection.execute(query, {"run": row.id, "epoch": row.lease_epoch}).tuples().all())
 
 
-async def _reserve_until_done(settings: Settings, threads: list[threading.Thread]) -> None:
+async def _plan_until_done(settings: Settings, threads: list[threading.Thread]) -> None:
     """Do what the dispatcher does, without its pauses."""
     engine = async_engine(settings.database_url or "")
     while any(thread.is_alive() for thread in threads):
         async with engine.begin() as connection:
-            await reserve(connection, settings, ["fake"])
+            await plan_queue(connection, settings, ["fake"])
     await engine.dispose()
 
 
@@ -242,17 +225,14 @@ def fill(engine: Engine, rows: int, waiting: int) -> tuple[Any, list[str]]:
 
 def time_claims(engine: Engine, model: Any, workers: list[str], rows: int, waiting: int) -> bool:
     """Time claims on one worker and over several; return True if the goal is reached."""
-    locks = {worker: machine.lock_for_claim(worker) for worker in workers}
-    lock_devices = {worker: machine.lock_devices(worker) for worker in workers}
-    claims = {worker: machine.claim(worker, ["fake"], LEASE, "cpu", []) for worker in workers}
     took: list[float] = []
     for number in range(TIMED):
         worker = workers[number % FLEET]
         began = time.perf_counter()
-        row = _execute_claim(engine, (*locks[worker], lock_devices[worker]), claims[worker])
+        row = claim(engine, worker, LEASE)
         took.append(1e3 * (time.perf_counter() - began))
         assert row is not None
-    groups = _time_groups(engine, model, workers, locks)
+    groups = _time_groups(engine, model, workers)
     for what, times in (("a claim", took), (f"a claim over {HOSTS} workers", groups)):
         print(
             f"C13 {what} from {waiting:,} waiting runs of {KEYS} keys among {rows:,} takes "
@@ -286,11 +266,9 @@ def _copy(connection: Connection, model: str, rows: int, waiting: int) -> None:
     )
 
 
-def _time_groups(engine: Engine, model: Any, workers: list[str], locks: dict[str, tuple[Any, ...]]) -> list[float]:
-    """Time claims of runs on several workers, each of which is reserved for it and ends at once."""
+def _time_groups(engine: Engine, model: Any, workers: list[str]) -> list[float]:
+    """Time claims of runs on several workers, which it holds, and each of which ends at once."""
     took: list[float] = []
-    claims = {worker: group_claim.claim_with_others(worker, ["fake"], LEASE) for worker in workers}
-    put = text("INSERT INTO reservations (worker_id, run_id, devices, spare) VALUES (:worker, :run, 1, 0)")
     with engine.begin() as connection:
         connection.execute(text("UPDATE devices SET run_id = NULL, lease_epoch = NULL"))
     for number in range(TIMED_GROUPS):
@@ -298,14 +276,15 @@ def _time_groups(engine: Engine, model: Any, workers: list[str], locks: dict[str
             "id": new_id("run"), "name": "a run", "backend": "fake", "user_set_fields": [], "hosts_needed": HOSTS,
             "devices_needed": HOSTS, "experiment_id": model.experiment_id, "dataset_id": model.dataset_id,
             "config": {"base_model": "none", "method": "sft"}, "created_by": f"key_{number % KEYS}",
+            "priority": 9,
         }  # fmt: skip
         chosen = [workers[(number + place) % FLEET] for place in range(HOSTS)]
         with engine.begin() as connection:
             connection.execute(machine.create(values))
-            connection.execute(text("DELETE FROM reservations"))
-            connection.execute(put, [{"worker": worker, "run": values["id"]} for worker in chosen])
+            connection.execute(text("DELETE FROM queue_plan"))
+        hold_workers(engine, values["id"], *chosen)
         began = time.perf_counter()
-        row = _execute_claim(engine, locks[chosen[0]], claims[chosen[0]])
+        row = claim(engine, chosen[0], LEASE)
         took.append(1e3 * (time.perf_counter() - began))
         assert row is not None and len(row.members) == HOSTS - 1
     return took

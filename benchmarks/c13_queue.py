@@ -28,9 +28,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from app.config import Settings
 from app.infra.db import driver_url, sync_engine
 from app.infra.ids import new_id
+from app.runs.queue.claim import claim_run
 from app.runs.queue.durations import Estimate
 from app.runs.scheduler.forecast import Forecast
-from app.runs.scheduler.reserving import reserve
+from app.runs.scheduler.planning import plan_queue
 from app.runs.state import machine
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
@@ -159,8 +160,6 @@ class _Queue:
         self._waits = Waits()
         self._ticks_at = -1.0
         self._began = datetime.now(UTC)
-        # As in the worker, each statement is built once: that takes longer than its execution.
-        self._claims = {worker: machine.claim(worker, ["fake"], 1e9, "cpu", []) for worker in workers}
 
     async def run(self) -> Waits:
         url = driver_url(self._settings.database_url or "")
@@ -175,7 +174,7 @@ class _Queue:
                 elif what == "end":
                     await connection.execute(machine.complete(which, 1, None, "done"))
                 elif self._variant != WITHOUT:
-                    await reserve(connection, self._settings, ["fake"])
+                    await plan_queue(connection, self._settings, ["fake"])
                 order = self._workers
                 if what == "arrive" and self._variant == PERFECT:
                     order = self._best_first(self.now + which[1])
@@ -212,7 +211,7 @@ class _Queue:
         return sorted(self._workers, key=times)
 
     async def _claim(self, connection: AsyncConnection, worker: str) -> None:
-        while (row := (await connection.execute(self._claims[worker])).one_or_none()) is not None:
+        while (row := await connection.run_sync(claim_run, worker, 1e9)) is not None:
             arrived, devices, seconds = self._runs[row.id]
             self.ends[row.id] = self.now + self.predicted[row.id]
             self._last_ends[worker] = max(self._last_ends[worker], self.now + seconds)

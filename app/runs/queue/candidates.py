@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, text
 
+from app.contracts.schemas.runs.placement import name_words
 from app.runs.queue.fit import Fleet, WorkerOffer
 from app.runs.queue.order import JOIN_ROOM, LIMITED, OWNER, OWNERS, WAITING_COLUMNS, quota_rooms, waiting_run
 from app.runs.queue.policy import OrderKey, WaitingRun, order_key
@@ -26,6 +27,10 @@ _MAY_FIT = """
         OR NOT runs.backend = ANY(:gpu_backends))
     AND coalesce(runs.requirements -> 'labels' <@ cast(:labels AS jsonb), true)
     AND (:gguf OR runs.requirements -> 'gguf' IS NULL)
+    AND (runs.requirements ->> 'gpu' IS NULL OR EXISTS (
+        SELECT FROM unnest(cast(:names AS text[])) AS name
+        WHERE strpos(name, ' ' || (runs.requirements ->> 'gpu') || ' ') > 0
+    ))
     AND coalesce(cast(runs.requirements ->> 'memory_mb' AS integer),
         cast(runs.requirements -> 'estimated_mb' ->> :kind AS integer), 0) <= :largest_mb
     AND NOT EXISTS (SELECT FROM limited WHERE limited.id = runs.experiment_id AND limited.room <= 0)
@@ -107,6 +112,7 @@ def read_candidates(
         "largest_mb": max((device.memory_mb for device in free), default=0),
         "backends": list(worker.backends),
         "kind": worker.kind,
+        "names": list({name_words(device.name) for device in free}),
         "labels": json.dumps(sorted(worker.labels)),
         "gguf": worker.gguf,
         "gpu_backends": list(fleet.gpu_backends) if worker.kind != "cuda" else [],

@@ -20,6 +20,8 @@ from app.runs.state import machine
 
 _FIRST_PAGE = 16
 _PAGE_FACTOR = 16
+_MOST_CANDIDATES = 10_000
+"""Runs that may fit, and may not start all the same, after which a worker looks no further."""
 
 
 def claim_run(
@@ -104,9 +106,13 @@ class _Choice:
             self.lease_epochs = candidates.lease_epochs
             snapshot = self._snapshot(candidates)
             assignment = next(iter(schedule(snapshot).assignments), None)
-            if candidates.end is None or self._is_certain(assignment, candidates, snapshot.claim):
+            if (
+                candidates.end is None
+                or most >= _MOST_CANDIDATES
+                or self._is_certain(assignment, candidates, snapshot.claim)
+            ):
                 return assignment
-            most *= _PAGE_FACTOR
+            most = min(most * _PAGE_FACTOR, _MOST_CANDIDATES)
 
     def _snapshot(self, candidates: Candidates) -> Snapshot:
         holders = {run_id: candidates.runs[run_id] for run_id in self._holds.run_ids() if run_id in candidates.runs}

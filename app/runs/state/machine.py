@@ -85,7 +85,7 @@ def claim(worker_id: str, lease_seconds: float) -> Executable:
 
     `chosen_devices` returns the parameters of the statement. Part 0 is that of the lead, `worker_id`, which gets rank 0
     and owns the run; the others get a part each, whose lease begins now. The row adds `device_indexes` of the lead,
-    `members` (the ids of the other workers; None without any) and `extra_eval_datasets` (ids by name; None without any).
+    `members` (ids of the other workers; None without any) and `extra_eval_datasets` (ids by name; None without any).
     """
     run_id = bindparam("claimed_run", type_=Text)
     unnested = (

@@ -80,12 +80,11 @@ def test_every_run_that_fits_a_worker_is_read_and_the_first_of_them_is_claimed(e
 
 
 def test_behind_many_runs_that_fit_in_part_the_first_that_fits_is_claimed(engine: Engine) -> None:
-    """The names of GPUs are compared only for the runs that were read: the first pages have none for this worker."""
-    worker = add_worker(engine, kind="cuda", names=["NVIDIA A10"])
-    requirements = {"kind": "cuda", "gpu": "h100"}
+    """That too few devices are large enough is seen only of the runs that were read: the first pages have no other."""
+    worker = add_worker(engine, memory_mb=[2000, 1000])
     for number in range(40):
-        add_run(engine, requirements=requirements, created_by=f"key-{number % 3}")
-    fits = add_run(engine, requirements={"kind": "cuda", "gpu": "a10"}, created_by="key-1")
+        add_run(engine, requirements={"memory_mb": 1500}, devices_needed=2, created_by=f"key-{number % 3}")
+    fits = add_run(engine, devices_needed=2, created_by="key-1")
     add_run(engine, created_by="key-2", priority=-1)
     assert claim(engine, worker).id == fits.id
 
