@@ -64,8 +64,8 @@ from app.prometheus.snapshot import Snapshots
 from app.runs.estimates.service import EstimateTurns
 from app.runs.events.responses import OpenStreams
 from app.runs.events.stream import Streams
-from app.runs.scheduler.dispatcher import Dispatcher
-from app.runs.scheduler.eta import EtaService
+from app.runs.queue.dispatcher import Dispatcher
+from app.runs.queue.eta import EtaService
 
 DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
 

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, text
 from app.config import Settings
 from app.infra.db import async_engine, sync_engine
 from app.infra.ids import new_id
-from app.runs.scheduler.planning import plan_queue
+from app.runs.queue.planning import plan_queue
 from app.runs.state import machine, parts
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate

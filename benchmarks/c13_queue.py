@@ -30,8 +30,8 @@ from app.infra.db import driver_url, sync_engine
 from app.infra.ids import new_id
 from app.runs.queue.claim import claim_run
 from app.runs.queue.durations import Estimate
-from app.runs.scheduler.forecast import Forecast
-from app.runs.scheduler.planning import plan_queue
+from app.runs.queue.planning import plan_queue
+from app.runs.queue.snapshot import Forecast
 from app.runs.state import machine
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate

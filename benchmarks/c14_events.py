@@ -28,8 +28,8 @@ from app.infra.db import async_engine
 from app.infra.ids import id_at
 from app.prometheus.snapshot import Snapshots
 from app.runs.events.log import NewEvent
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.retention import Policy, prune
-from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from app.tables.base import Base
 from app.tables.events import ensure_partitions, month_after

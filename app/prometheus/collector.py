@@ -14,7 +14,7 @@ from app.contracts.run_status import LIVE, TERMINAL
 from app.infra.broker import Broker
 from app.prometheus.snapshot import Snapshot
 from app.runs.events.stream import Streams
-from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.queue.dispatcher import Dispatcher
 
 _OUTCOMES = ("lost", "retried", "handed_back", "repaired", *TERMINAL)
 

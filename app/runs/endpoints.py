@@ -46,7 +46,7 @@ from app.runs.estimates import probe, store
 from app.runs.estimates import service as estimates
 from app.runs.metrics.dependencies import curve_read_slot
 from app.runs.metrics.outlines import outlines
-from app.runs.scheduler.eta import EtaService
+from app.runs.queue.eta import EtaService
 from app.runs.validation.request import validate_request
 from app.runs.validation.rewards import reward_problems
 from app.tables.runs import Run

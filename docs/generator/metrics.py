@@ -14,7 +14,7 @@ from app.infra.db import async_engine
 from app.prometheus.collector import ServiceCollector
 from app.prometheus.snapshot import Snapshot
 from app.runs.events.stream import Streams
-from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.queue.dispatcher import Dispatcher
 from docs.generator import markdown
 
 _INTRO = """\

@@ -10,7 +10,7 @@ import app.infra.clock
 from app.config import Settings
 from app.contracts.attempt.messages import ControlMessage
 from app.infra.clock import since_boot
-from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.queue.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row
 from worker import lease
 from worker.lease import Lease

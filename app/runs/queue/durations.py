@@ -100,7 +100,7 @@ class Workload:
 
     @classmethod
     def of(cls, run: Any) -> Self:
-        """Return the work of a run, given a row of `app.runs.scheduler.forecast`; its configuration has `DURATION`."""
+        """Return the work of a run, given a row of `app.runs.queue.snapshot`; its configuration has `DURATION`."""
         config, first = run.config, run.resumed_at or 0
         data_parallel = run.devices_needed // run.sequence_parallel
         stops = [run.total_steps or counted_steps(run.backend, config, run.rows, data_parallel)]

@@ -15,9 +15,9 @@ from app.backends.ray_jobs import RayJobs
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.holds import StoredHolds, StoredQuotaHold
 from app.runs.queue.holds_table import store_holds
-from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from app.tables.runs import Run
 from tests import rows

@@ -26,7 +26,7 @@ from app.prometheus.snapshot import MOST_LIVE, Snapshots
 from app.runs.events.log import NewEvent, append
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
-from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.state import machine
 from tests.conftest import Services
 from tests.factories import Trainer, make_dataset, make_run

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Change, Mutant
 
 _FIT = "app/runs/queue/fit.py"
-_PLACEMENT = "tests/app/runs/scheduler/test_placement.py"
+_PLACEMENT = "tests/app/runs/queue/test_placement.py"
 
 MUTANTS = (
     Mutant(

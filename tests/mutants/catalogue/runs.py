@@ -6,7 +6,7 @@ _LIFECYCLE = "app/runs/state/machine.py"
 _CLAIM = "app/runs/queue/claim.py"
 _POLICY = "app/runs/queue/policy.py"
 _STATES = "tests/app/runs/state/test_machine.py"
-_QUOTAS = "tests/app/runs/scheduler/test_quota_holds.py::TestAQuota"
+_QUOTAS = "tests/app/runs/queue/test_quota_holds.py::TestAQuota"
 _COMMIT_ORDER = "tests/app/api/test_dependencies.py"
 
 # The database rejects a pending run with a stop request; a mutant of the statements must also disable that check.
@@ -178,7 +178,7 @@ MUTANTS = (
         promises=(2,),
         about="A run on one device takes what a run on several devices waits for.",
         changes=(Change(_POLICY, "                self._hold_again(run, self._claim)\n", "                pass\n"),),
-        test="tests/app/runs/scheduler/test_holds.py::TestOfTheQueue"
+        test="tests/app/runs/queue/test_stored_holds.py::TestOfTheQueue"
         "::test_a_later_run_does_not_take_the_device_that_a_wide_one_waits_for",
     ),
     Mutant(
@@ -192,7 +192,7 @@ MUTANTS = (
                 "FROM queue_plan",
             ),
         ),
-        test="tests/app/runs/scheduler/test_holds.py::TestOfTheQueue::test_a_hold_that_nobody_renews_binds_no_one",
+        test="tests/app/runs/queue/test_stored_holds.py::TestOfTheQueue::test_a_hold_that_nobody_renews_binds_no_one",
     ),
     Mutant(
         name="claim-ignores-kept-quotas",
@@ -219,7 +219,7 @@ MUTANTS = (
                 "    holds, now = read_holds(connection)\n    take_turn(connection)\n",
             ),
         ),
-        test="tests/app/runs/scheduler/test_holds.py::TestOfTheQueue"
+        test="tests/app/runs/queue/test_stored_holds.py::TestOfTheQueue"
         "::test_a_claim_that_waited_for_a_round_respects_what_it_holds",
     ),
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = (
                 "lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))",
             ),
         ),
-        test="tests/app/runs/scheduler/test_preemption.py::TestOfTheQueue"
+        test="tests/app/runs/queue/test_preemption.py::TestOfTheQueue"
         "::test_a_request_is_withdrawn_once_its_run_waits_no_more[cancelled]",
     ),
     Mutant(
@@ -374,7 +374,7 @@ MUTANTS = (
                 "runs.c.lease_expires_at < func.clock_timestamp(), up_long_enough)",
             ),
         ),
-        test="tests/app/runs/scheduler/test_dispatcher.py"
+        test="tests/app/runs/queue/test_dispatcher.py"
         "::test_a_server_that_freezes_in_the_middle_of_a_round_gives_leases_one_of_grace_as_well",
     ),
     Mutant(
@@ -382,11 +382,9 @@ MUTANTS = (
         promises=(20,),
         about="A step of the database host's clock ends the leases of all runs at once.",
         changes=(
-            Change(
-                "app/runs/scheduler/dispatcher.py", "        if change == 0.0:\n", "        if change is not None:\n"
-            ),
+            Change("app/runs/queue/dispatcher.py", "        if change == 0.0:\n", "        if change is not None:\n"),
         ),
-        test="tests/app/runs/scheduler/test_clock_changes.py"
+        test="tests/app/runs/state/test_clock_changes.py"
         "::TestALease::test_does_not_run_out_but_counts_again_from_the_jump[120 s]",
     ),
     Mutant(

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine, sync_engine
-from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.state import machine, parts
 from tests.rows import add_run, add_worker, claim, hold_workers, run_row
 from tests.waiting import eventually, eventually_async

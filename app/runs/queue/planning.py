@@ -14,8 +14,8 @@ from app.runs.queue.fit import Needs, kept_quota_reason, pending_reason, reason_
 from app.runs.queue.holds import StoredHolds
 from app.runs.queue.holds_table import store_holds
 from app.runs.queue.policy import Assignment, Hold, Plan, Snapshot, quota_holder, schedule
-from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.preemption import preempt_for_first
+from app.runs.queue.preemption import preempt_for_first
+from app.runs.queue.snapshot import Forecast, read_forecast
 from app.runs.state import machine
 
 log = logging.getLogger(__name__)

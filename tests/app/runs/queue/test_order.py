@@ -9,7 +9,7 @@ from sqlalchemy import Engine, insert, text
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
-from app.runs.scheduler.dispatcher import Dispatcher
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
 from tests.rows import add_key, add_run, add_worker, claim, run_row, stored_holds

@@ -21,7 +21,7 @@ from app.runs.queue.durations import Estimate
 from app.runs.queue.fit import pending_reason
 from app.runs.queue.forecast import PredictedStart, predict_starts
 from app.runs.queue.policy import quota_holder, schedule
-from app.runs.scheduler.forecast import Forecast, read_forecast
+from app.runs.queue.snapshot import Forecast, read_forecast
 
 log = logging.getLogger(__name__)
 

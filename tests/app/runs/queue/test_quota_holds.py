@@ -8,11 +8,11 @@ from sqlalchemy import Engine, text
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
+from app.runs.queue import planning
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.durations import Estimate
-from app.runs.scheduler import planning
-from app.runs.scheduler.dispatcher import Dispatcher
-from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.planning import plan_queue
+from app.runs.queue.planning import plan_queue
+from app.runs.queue.snapshot import Forecast, read_forecast
 from app.runs.state import machine
 from tests.rows import add_key, add_run, add_worker, claim, hold_workers, run_row, stored_holds
 

@@ -21,7 +21,7 @@ from app.infra.clock import ClockWatch, utc_now
 from app.infra.db import is_away
 from app.runs.events.feed import number_events
 from app.runs.queue.order import HALF_LIFE_SECONDS, OWNER
-from app.runs.scheduler.planning import PlannedQueue, changed_reasons, plan_queue
+from app.runs.queue.planning import PlannedQueue, changed_reasons, plan_queue
 from app.runs.state import clock_changes, machine, parts
 from app.tables.events import ensure_partitions
 from app.tables.scheduling import HOLD_SECONDS

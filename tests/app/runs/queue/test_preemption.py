@@ -10,8 +10,8 @@ from sqlalchemy import Engine, insert, text
 from app.config import Settings
 from app.infra.db import async_engine
 from app.runs.queue.fit import DeviceOffer, Fleet, Needs, RunningRun, WorkerOffer
-from app.runs.scheduler.planning import plan_queue
-from app.runs.scheduler.preemption import Room, choose_room
+from app.runs.queue.planning import plan_queue
+from app.runs.queue.preemption import Room, choose_room
 from app.runs.state import machine
 from app.tables.scheduling import DeviceUsage
 from tests.rows import add_run, add_worker, claim, run_row

@@ -10,8 +10,8 @@ from sqlalchemy import Engine, text
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.fit import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
-from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, run_row
 

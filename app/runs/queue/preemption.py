@@ -1,6 +1,6 @@
 """Preemption: runs of lower priority save and return to the queue, so that a run that waits too long can start.
 
-No database: `app.runs.scheduler.planning` asks the runs.
+No database: `app.runs.queue.planning` asks the runs.
 """
 
 import math
@@ -12,7 +12,7 @@ from app.config import Settings
 from app.contracts.run_task import RunTask
 from app.runs.queue.fit import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.queue.policy import MOST_HOLDS, Plan, Snapshot, WaitingRun, order_key, quota_holder
-from app.runs.scheduler.forecast import Forecast
+from app.runs.queue.snapshot import Forecast
 
 _MOST_HEADS = 20
 

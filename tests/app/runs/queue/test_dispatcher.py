@@ -16,8 +16,8 @@ from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.infra.ids import id_at
+from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.fit import Fleet, Needs
-from app.runs.scheduler.dispatcher import Dispatcher
 from app.runs.state import machine
 from tests.rows import add_key, add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually, eventually_async
@@ -151,7 +151,7 @@ async def test_runs_that_need_the_same_are_judged_once_and_not_in_the_event_loop
     def record(needs: Needs, _fleet: Fleet) -> None:
         judged.append((needs.memory_mb, threading.current_thread()))
 
-    monkeypatch.setattr("app.runs.scheduler.planning.pending_reason", record)
+    monkeypatch.setattr("app.runs.queue.planning.pending_reason", record)
     for memory in (5000, 5000, 6000, 5000):
         add_run(engine, requirements={"memory_mb": memory})
     with engine.begin() as connection:

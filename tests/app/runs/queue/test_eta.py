@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, func, insert, select, text
 
-import app.runs.scheduler.eta
+import app.runs.queue.eta
 from app.config import Settings
 from app.contracts.schemas.runs.reads import Prediction
 from app.infra.db import async_engine, session_maker
 from app.runs.queue.durations import Timings, config_digest
-from app.runs.scheduler.eta import EtaService
+from app.runs.queue.eta import EtaService
 from app.runs.state import machine
 from app.tables.runs import AttemptTimings, Run
 from tests.factories import mark_run
@@ -187,14 +187,14 @@ def test_a_forecast_that_goes_wrong_fails_no_answer_and_the_next_is_made_as_ever
     assert None not in predictions()
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE run_timings RENAME TO elsewhere"))
-    with caplog.at_level(logging.ERROR, "app.runs.scheduler.eta"):
+    with caplog.at_level(logging.ERROR, "app.runs.queue.eta"):
         assert [*predictions(), *predictions()] == [None] * 6
-    assert len([record for record in caplog.records if record.name == "app.runs.scheduler.eta"]) == 1, "told once"
+    assert len([record for record in caplog.records if record.name == "app.runs.queue.eta"]) == 1, "told once"
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE elsewhere RENAME TO run_timings"))
     assert None not in predictions()
     with monkeypatch.context() as patch, engine.begin() as connection:
-        patch.setattr(app.runs.scheduler.eta, "_MOST_SECONDS", 0.2)
+        patch.setattr(app.runs.queue.eta, "_MOST_SECONDS", 0.2)
         connection.execute(text("LOCK TABLE run_timings IN ACCESS EXCLUSIVE MODE"))
         assert predictions() == [None] * 3, "nobody waits longer than that"
     assert None not in predictions()

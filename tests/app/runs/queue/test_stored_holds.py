@@ -9,12 +9,12 @@ from sqlalchemy import Engine, insert, text
 
 from app.config import Settings
 from app.infra.db import async_engine, session_maker
+from app.runs.queue import planning
 from app.runs.queue.durations import Estimate
+from app.runs.queue.eta import EtaService
 from app.runs.queue.holds_table import take_turn
-from app.runs.scheduler import planning
-from app.runs.scheduler.eta import EtaService
-from app.runs.scheduler.forecast import Forecast, read_forecast
-from app.runs.scheduler.planning import PlannedQueue, plan_queue
+from app.runs.queue.planning import PlannedQueue, plan_queue
+from app.runs.queue.snapshot import Forecast, read_forecast
 from app.runs.state import machine
 from app.tables.runs import Run
 from app.tables.scheduling import DeviceUsage
