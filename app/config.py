@@ -20,7 +20,7 @@ LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
 """Label of a worker."""
 
 
-def _parts(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part for one in text.split(",") if (part := one.strip())]
 
 
@@ -186,7 +186,7 @@ class Settings(_HomeSettings):
     @field_validator("extra_model_roots")
     @classmethod
     def _check_roots(cls, roots: str) -> str:
-        wrong = [root for root in _parts(roots) if not Path(root).is_absolute() or Path(root) == Path("/")]
+        wrong = [root for root in _split_list(roots) if not Path(root).is_absolute() or Path(root) == Path("/")]
         if wrong:
             raise ValueError(f"{wrong[0][:200]!r} is not the absolute path of a folder; separate folders by commas")
         return roots
@@ -194,7 +194,7 @@ class Settings(_HomeSettings):
     @field_validator("allowed_origins")
     @classmethod
     def _check_origins(cls, origins: str) -> str:
-        wrong = [origin for origin in _parts(origins) if re.fullmatch(_ORIGIN, origin) is None]
+        wrong = [origin for origin in _split_list(origins) if re.fullmatch(_ORIGIN, origin) is None]
         if wrong:
             raise ValueError(
                 f"{wrong[0][:200]!r} is not an origin: write scheme, host and port as browsers send them, such as "
@@ -205,18 +205,18 @@ class Settings(_HomeSettings):
     @field_validator("gpu_hour_prices")
     @classmethod
     def _have_prices(cls, value: str) -> str:
-        _prices(value)
+        _parse_prices(value)
         return value
 
     @property
     def prices_by_gpu(self) -> dict[str, float]:
         """Prices of an hour by name of the GPU (`app.contracts.gpus`)."""
-        return _prices(self.gpu_hour_prices)
+        return _parse_prices(self.gpu_hour_prices)
 
     @field_validator("worker_labels")
     @classmethod
     def _check_labels(cls, labels: str) -> str:
-        wrong = [label for label in _parts(labels) if LABEL.fullmatch(label) is None]
+        wrong = [label for label in _split_list(labels) if LABEL.fullmatch(label) is None]
         if wrong:
             raise ValueError(
                 f"{wrong[0][:80]!r} is not a label: use up to 63 letters, digits and . _ : / = -, the first one a "
@@ -302,12 +302,12 @@ class Settings(_HomeSettings):
     @property
     def foreign_origins(self) -> tuple[str, ...]:
         """Origins of other sites whose pages may call the API."""
-        return tuple(_parts(self.allowed_origins))
+        return tuple(_split_list(self.allowed_origins))
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels of this worker, sorted."""
-        return tuple(sorted(set(_parts(self.worker_labels))))
+        return tuple(sorted(set(_split_list(self.worker_labels))))
 
     @property
     def storage_root(self) -> Path:
@@ -329,7 +329,7 @@ class Settings(_HomeSettings):
     @property
     def model_roots(self) -> tuple[Path, ...]:
         """All folders of local base models, `models_folder` first."""
-        return (self.models_folder, *(Path(root) for root in _parts(self.extra_model_roots)))
+        return (self.models_folder, *(Path(root) for root in _split_list(self.extra_model_roots)))
 
     @property
     def renew_seconds(self) -> float:
@@ -420,7 +420,7 @@ def _is_wsl() -> bool:
 
 def placed_worker_environment(kind: str, devices: int, labels: Sequence[str]) -> dict[str, str]:
     """Return the environment of a worker that a cluster places: that of this process, with its devices and labels."""
-    own = _parts(os.environ.get("ANNEAL_WORKER_LABELS", ""))
+    own = _split_list(os.environ.get("ANNEAL_WORKER_LABELS", ""))
     placed = {"ANNEAL_SLOTS": str(devices), "ANNEAL_WORKER_LABELS": ",".join([*own, *labels])}
     if kind == "cpu":
         placed["CUDA_VISIBLE_DEVICES"] = ""
@@ -521,9 +521,9 @@ def get_settings() -> Settings:
     return Settings()
 
 
-def _prices(text: str) -> dict[str, float]:
+def _parse_prices(text: str) -> dict[str, float]:
     prices: dict[str, float] = {}
-    for part in _parts(text):
+    for part in _split_list(text):
         name, _, price = part.partition("=")
         if (gpu := find_gpu(name)) is None:
             raise ValueError(f"{name.strip()!r} is no known GPU; use one of {gpu_names()}")

@@ -74,7 +74,7 @@ class Anneal(FastAPI):
     """FastAPI application whose OpenAPI document describes errors and keys once for every endpoint."""
 
     def openapi(self) -> dict[str, Any]:
-        return openapi.describe(self)
+        return openapi.openapi_document(self)
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -108,7 +108,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     api.state.database_reserve = DatabaseReserve.for_home(settings.home, settings.database_url)
     api.state.settings, api.state.requests, api.state.tracing = settings, requests, tracing
-    errors.install(api)
+    errors.install_handlers(api)
     api.include_router(app.api.health.router)
     # The router tries the paths one after the other, so runs come first, and pages, which are read once, last.
     for resource in (
@@ -183,7 +183,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     placing = async_engine(settings.database_url or "", pool_size=1)
     ray_jobs = RayJobs(placing, queue, settings)
     api.state.backends = {
-        name: RayBackend(rules, sessions, settings, storage, queue, streams, wake=ray_jobs.wake)
+        name: RayBackend(rules, sessions, settings, storage, queue, streams, wake=ray_jobs.start_round)
         if rules.starts_workers
         else CeleryBackend(rules, sessions, settings, storage, queue, streams)
         for name, rules in BACKEND_RULES.items()

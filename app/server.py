@@ -26,7 +26,7 @@ _FLUSH_SECONDS = 2.5
 """Seconds a client has to receive the end of a response: a rolling deploy closes all streams within 5 s."""
 
 
-def listen(settings: Settings) -> socket.socket:
+def open_listener(settings: Settings) -> socket.socket:
     """Return the listening socket on `host` and `port` (0: any free port); raises `SetupError` if that fails."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -70,13 +70,13 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        cutting = asyncio.create_task(self._cut(), name="cut connections")
+        cutting = asyncio.create_task(self._cut_connections(), name="cut connections")
         try:
             await super().shutdown(sockets)
         finally:
             cutting.cancel()
 
-    async def _cut(self) -> None:
+    async def _cut_connections(self) -> None:
         """Abort connections that are closing and whose client does not read the remaining bytes."""
         closing_since: dict[object, float] = {}
         while True:
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
                     transport.abort()
 
 
-def serve(settings: Settings, listener: socket.socket) -> None:
+def serve_api(settings: Settings, listener: socket.socket) -> None:
     """Serve the API until SIGTERM or SIGINT; publishes URL and process id in `run/api.json`."""
     stop_signals: list[int] = []
     # For a signal sent before uvicorn installs its handlers; uvicorn re-raises its own after the shutdown.
@@ -133,7 +133,7 @@ def check_schema_version(settings: Settings) -> None:
     engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-start")
     try:
         with engine.connect() as connection:
-            older = migrate.schema_error(migrate.current(connection))
+            older = migrate.schema_error(migrate.current_revision(connection))
     except SQLAlchemyError as error:
         if not is_away(error):
             raise

@@ -36,10 +36,10 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"out of {', '.join(BENCHMARKS)}; none means all")
     parser.add_argument("--scale", type=float, default=1.0, help="part of the full size, for a trial")
     arguments = parser.parse_args()
-    asked = [name.upper() for name in arguments.names] or list(BENCHMARKS)
-    names = [name for one in asked for name in BENCHMARKS if one in (name, name.partition(".")[0])]
+    selected = [name.upper() for name in arguments.names] or list(BENCHMARKS)
+    names = [name for one in selected for name in BENCHMARKS if one in (name, name.partition(".")[0])]
     known = {part for name in BENCHMARKS for part in (name, name.partition(".")[0])}
-    unknown = [one for one in asked if one not in known]
+    unknown = [one for one in selected if one not in known]
     if unknown:
         print(f"unknown benchmark {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2

@@ -27,14 +27,14 @@ class Attempt:
         """Store a batch as `worker.ingest.event_writer` does."""
         first = self.stored + 1
         self.send(first, events, progress)
-        self._rollups.committed()
+        self._rollups.note_commit()
         self.stored += len(events)
 
     def send(self, first: int, events: Sequence[NewEvent], progress: Progress | None = None) -> None:
         """Store events `first`, `first` + 1, … of the attempt; safe to repeat after an unknown outcome."""
         with self._engine.begin() as connection:
-            stored = event_log.append(connection, self.run_id, self._epoch, first, events, progress)
-            self._rollups.store(connection, first, events, stored)
+            stored = event_log.append_events(connection, self.run_id, self._epoch, first, events, progress)
+            self._rollups.store_changes(connection, first, events, stored)
 
     def complete(self) -> None:
         """Complete the run."""

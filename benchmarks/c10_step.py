@@ -37,8 +37,8 @@ def main(scale: float = 1.0) -> bool:
         for round_ in range(max(round(ROUNDS * scale), 1)):
             for name, lane in lanes.items():
                 times[name].append(lane(folder / f"{name}-{round_}".replace(" ", "-"), model, rows))
-    for name, found in times.items():
-        ms = sorted(1e3 * one for one in found)
+    for name, seconds in times.items():
+        ms = sorted(1e3 * one for one in seconds)
         print(f"C10 {name:10s} median {statistics.median(ms):6.2f} ms  min {ms[0]:6.2f}  max {ms[-1]:6.2f}")
     ratios = {
         f"{one} / {other}": Ratio([a / b for a, b in zip(times[one], times[other], strict=True)])

@@ -36,16 +36,18 @@ def main(scale: float = 1.0) -> bool:
         model = make_tiny_model(folder / "model", hidden=HIDDEN, layers=LAYERS)
         text = " ".join(str(number) for number in range(100))
         rows = write_rows(folder / "rows.jsonl", ({"text": f"{row} {text}"} for row in range(64)))
-        found: dict[str, list[dict[str, list[float]]]] = {"Anneal": [], "Trainer": []}
+        timings: dict[str, list[dict[str, list[float]]]] = {"Anneal": [], "Trainer": []}
         for round_ in range(max(round(ROUNDS * scale), 1)):
-            for name, kept in found.items():
-                kept.append(json.loads(_python(name, folder / f"{name}-{round_}", model, rows).stdout.splitlines()[-1]))
-        for name, kept in found.items():
+            for name, rounds in timings.items():
+                rounds.append(
+                    json.loads(_python(name, folder / f"{name}-{round_}", model, rows).stdout.splitlines()[-1])
+                )
+        for name, rounds in timings.items():
             for what in ("stalls", "steps", "steps after a save"):
-                values = [1e3 * one for times in kept for one in times[what]]
+                values = [1e3 * one for times in rounds for one in times[what]]
                 print(f"C11 {name:8s} {what:18s} median {statistics.median(values):8.1f} ms  "
                       f"min {min(values):8.1f}  max {max(values):8.1f}  of {len(values)}", flush=True)  # fmt: skip
-        pairs = zip(found["Trainer"], found["Anneal"], strict=True)
+        pairs = zip(timings["Trainer"], timings["Anneal"], strict=True)
         ratio = Ratio([statistics.median(one["stalls"]) / statistics.median(other["stalls"]) for one, other in pairs])
         print(f"C11 Trainer / Anneal, stall of a save: {ratio}")
         recovers = _recovers(folder, model, rows)
@@ -104,11 +106,11 @@ class _Clock:
 
         def timed_step(trainer: Any, *arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
-            found = step(trainer, *arguments, **options)
+            result = step(trainer, *arguments, **options)
             took = time.perf_counter() - began
             (self.after if self._since_save < 3 else self.steps).append(took)
             self._since_save += 1
-            return found
+            return result
 
         kind._save_checkpoint, kind.training_step = timed_save, timed_step
 

@@ -137,8 +137,8 @@ def _first_paint(browser: Browser, service: Stack, run_id: str) -> bool:
 def _with_session_only(context: BrowserContext, service: Stack) -> None:
     """Sign in without a page, so that the browser's cache stays empty."""
     link = service.client.post("/v1/session/links").json()["url"].partition("#")[2]
-    made = context.request.post("/v1/session", data={"link": link}, headers={"Origin": service.api.url})
-    assert made.ok, made.text()
+    response = context.request.post("/v1/session", data={"link": link}, headers={"Origin": service.api.url})
+    assert response.ok, response.text()
 
 
 def _frames(browser: Browser, service: Stack, run_id: str, seconds: float) -> bool:

@@ -60,7 +60,7 @@ def _with_servers(part: Callable[[Settings, Engine, float], bool], scale: float)
         servers.start()
         try:
             settings = Settings(home=Path(folder), database_url=servers.database_url, lease_seconds=LEASE)
-            migrate.upgrade(settings)
+            migrate.upgrade_schema(settings)
             engine = sync_engine(settings.database_url or "")
             is_reached = part(settings, engine, scale)
             engine.dispose()
@@ -110,7 +110,7 @@ def _add_runs(engine: Engine, count: int) -> dict[str, int]:
     model = add_run(engine, backend="ray")
     draw = random.Random(1)
     keys = [f"key_{number}" for number in range(5)]
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     with engine.begin() as connection:
         for place, key in enumerate(keys):
             connection.execute(
@@ -131,8 +131,8 @@ def _add_runs(engine: Engine, count: int) -> dict[str, int]:
                 "created_by": draw.choice(keys),
             }  # fmt: skip
             connection.execute(machine.create(values))
-            found[values["id"]] = hosts
-    return found
+            counts[values["id"]] = hosts
+    return counts
 
 
 class _Claimant:

@@ -59,7 +59,7 @@ def main(scale: float = 1.0) -> bool:
         servers.start()
         try:
             settings = Settings(home=Path(folder), database_url=servers.database_url, lease_seconds=3600)
-            migrate.upgrade(settings)
+            migrate.upgrade_schema(settings)
             engine = sync_engine(settings.database_url or "")
             is_reached = _simulate_queues(settings, engine, max(1, round(SEEDS * scale)))
             engine.dispose()
@@ -72,7 +72,7 @@ def main(scale: float = 1.0) -> bool:
 class Waits:
     """Waiting times of runs in seconds, and the part of the devices that were in use."""
 
-    wide: list[float] = field(default_factory=list)
+    multi_device: list[float] = field(default_factory=list)
     small: list[float] = field(default_factory=list)
     busy: float = 0.0
 
@@ -82,38 +82,40 @@ def _simulate_queues(settings: Settings, engine: Engine, seeds: int) -> bool:
         connection.execute(text(_CLOCK))
     is_reached = True
     for load in LOADS:
-        found: dict[str, list[Waits]] = {WITHOUT: [], WITH: [], PERFECT: []}
+        waits_by_policy: dict[str, list[Waits]] = {WITHOUT: [], WITH: [], PERFECT: []}
         for seed in range(seeds):
-            for variant in found:
+            for variant in waits_by_policy:
                 with engine.begin() as connection:
                     connection.execute(text("TRUNCATE runs, workers, experiments, datasets, run_events CASCADE"))
                 workers = [add_worker(engine, devices=DEVICES) for _ in range(WORKERS)]
-                found[variant].append(asyncio.run(_simulate(settings, engine, workers, seed, load, variant)))
-        medians = {variant: _medians(waits) for variant, waits in found.items()}
+                waits_by_policy[variant].append(asyncio.run(_simulate(settings, engine, workers, seed, load, variant)))
+        medians = {variant: _medians(waits) for variant, waits in waits_by_policy.items()}
         before, after, perfect = medians[WITHOUT], medians[WITH], medians[PERFECT]
-        is_reached = is_reached and after.wide[0] <= GOAL_WAIT * before.wide[0]
+        is_reached = is_reached and after.multi_device[0] <= GOAL_WAIT * before.multi_device[0]
         is_reached = is_reached and after.busy >= before.busy - GOAL_BUSY
         for variant, waits in medians.items():
             print(
                 f"C13 load {load:.2f}, {seeds} queues {variant:22s} runs on {DEVICES} devices wait "
-                f"{waits.wide[0]:6.0f} s (median; at most {waits.wide[1]:.0f}), on one {waits.small[0]:5.0f} s, "
-                f"devices in use {waits.busy:.3f}",
+                f"{waits.multi_device[0]:6.0f} s (median; at most {waits.multi_device[1]:.0f}), "
+                f"on one {waits.small[0]:5.0f} s, devices in use {waits.busy:.3f}",
                 flush=True,
             )
         print(
-            f"C13 load {load:.2f}: runs on {DEVICES} devices wait {after.wide[0] / before.wide[0]:.2f} as long, "
-            f"{perfect.wide[0] / before.wide[0]:.2f} with perfect knowledge; goal {GOAL_WAIT:g}, with as many devices "
-            f"in use within {GOAL_BUSY:g}",
+            f"C13 load {load:.2f}: runs on {DEVICES} devices wait {after.multi_device[0] / before.multi_device[0]:.2f} "
+            f"as long, {perfect.multi_device[0] / before.multi_device[0]:.2f} with perfect knowledge; "
+            f"goal {GOAL_WAIT:g}, with as many devices in use within {GOAL_BUSY:g}",
             flush=True,
         )
     return is_reached
 
 
 def _medians(waits: list[Waits]) -> Waits:
-    wide = [seconds for one in waits for seconds in one.wide]
+    multi_device = [seconds for one in waits for seconds in one.multi_device]
     small = [seconds for one in waits for seconds in one.small]
     return Waits(
-        [statistics.median(wide), max(wide)], [statistics.median(small)], statistics.mean(one.busy for one in waits)
+        [statistics.median(multi_device), max(multi_device)],
+        [statistics.median(small)],
+        statistics.mean(one.busy for one in waits),
     )
 
 
@@ -216,7 +218,7 @@ class _Queue:
             self.ends[row.id] = self.now + self.predicted[row.id]
             self._last_ends[worker] = max(self._last_ends[worker], self.now + seconds)
             heapq.heappush(self.events, (self.now + seconds, next(self.numbers), "end", row.id))
-            (self._waits.wide if devices > 1 else self._waits.small).append(self.now - arrived)
+            (self._waits.multi_device if devices > 1 else self._waits.small).append(self.now - arrived)
             self._waits.busy += devices * max(min(self.now + seconds, SECONDS) - self.now, 0.0)
 
 

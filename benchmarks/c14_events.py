@@ -29,7 +29,7 @@ from app.infra.ids import id_at
 from app.prometheus.snapshot import Snapshots
 from app.runs.events.log import NewEvent
 from app.runs.queue.dispatcher import Dispatcher
-from app.runs.retention import Policy, prune
+from app.runs.retention import Policy, run_prune
 from app.runs.state import machine
 from app.tables.base import Base
 from app.tables.events import ensure_partitions, month_after
@@ -125,16 +125,16 @@ class _Measurement:
     def _fill(self, size: int) -> None:
         began = time.perf_counter()
         months = range(self._dropped, len(self._months))
-        wanted = size // EVENTS // len(self._months)
+        runs_per_month = size // EVENTS // len(self._months)
         jobs = [
-            (month, first, min(first + 50, wanted))
+            (month, first, min(first + 50, runs_per_month))
             for month in months
-            for first in range(self._counts[month], wanted, 50)
+            for first in range(self._counts[month], runs_per_month, 50)
         ]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda job: self._copy(*job), jobs))
         for month in months:
-            self._counts[month] = wanted
+            self._counts[month] = runs_per_month
         with psycopg.connect(self._url, autocommit=True) as connection:
             connection.execute("VACUUM (ANALYZE)")
             eventually(lambda: _is_empty(connection, "event_feed_queue"), 600, 0.5, "the feed is numbered")
@@ -174,7 +174,7 @@ class _Measurement:
 
     def _lanes(self) -> dict[str, Lane]:
         newest = len(self._months) - 1
-        heartbeat = registry.heartbeat(self._worker, "online", "cold", "")
+        heartbeat = registry.record_heartbeat(self._worker, "online", "cold", "")
         return {
             "an empty answer": Lane(self._get("/healthz"), CALLS),
             "append of 100 events": Lane(self._append, CALLS),
@@ -191,8 +191,11 @@ class _Measurement:
     def _append(self) -> None:
         now = time.time()
         self._live.store(
-            [NewEvent.of("metric", now, METRIC) for _ in range(50)]
-            + [NewEvent.of("log", now, {"line": LINE, "stream": "stdout", "level": "info"}) for _ in range(50)]
+            [NewEvent.from_payload("metric", now, METRIC) for _ in range(50)]
+            + [
+                NewEvent.from_payload("log", now, {"line": LINE, "stream": "stdout", "level": "info"})
+                for _ in range(50)
+            ]
         )
 
     def _get(self, path: str) -> Callable[[], Any]:
@@ -219,7 +222,7 @@ class _Measurement:
         return lambda: self._loop.run_until_complete(call())
 
     async def _snapshot(self) -> None:
-        assert await Snapshots(self._engine, self._service.settings).latest() is not None
+        assert await Snapshots(self._engine, self._service.settings).latest_snapshot() is not None
 
     async def _round(self) -> None:
         await Dispatcher(self._engine, None, self._service.settings, ["fake"]).round()  # type: ignore[arg-type]
@@ -244,11 +247,11 @@ class _Measurement:
         idle = max(waits)
         waits.clear()
         began = time.perf_counter()
-        found = prune(self._service.settings, policy, dry_run=False)
+        result = run_prune(self._service.settings, policy, dry_run=False)
         took = time.perf_counter() - began
         over.set()
         thread.join()
-        assert found.months == [f"{self._months[month]:%Y-%m}"], found
+        assert result.months == [f"{self._months[month]:%Y-%m}"], result
         self._dropped += 1
         longest = max(waits)
         self._is_reached = self._is_reached and longest <= GOAL_WAIT
@@ -262,11 +265,11 @@ class _Measurement:
 
 def _months(now: datetime) -> list[datetime]:
     """Return the starts of the past twelve months and of this one."""
-    found = [datetime(now.year, now.month, 1, tzinfo=UTC)]
+    months = [datetime(now.year, now.month, 1, tzinfo=UTC)]
     for _ in range(MONTHS):
-        last = found[0] - timedelta(days=1)
-        found.insert(0, datetime(last.year, last.month, 1, tzinfo=UTC))
-    return found
+        last = months[0] - timedelta(days=1)
+        months.insert(0, datetime(last.year, last.month, 1, tzinfo=UTC))
+    return months
 
 
 def _write_model(service: Stack) -> str:
@@ -276,9 +279,11 @@ def _write_model(service: Stack) -> str:
     for first in range(0, EVENTS - 4, 100):
         attempt.store(
             [
-                NewEvent.of("metric", now, METRIC | {"step": number, "loss": 2 + 1 / (1 + number) + number % 7 / 10})
+                NewEvent.from_payload(
+                    "metric", now, METRIC | {"step": number, "loss": 2 + 1 / (1 + number) + number % 7 / 10}
+                )
                 if number % 2
-                else NewEvent.of("log", now, {"line": LINE, "stream": "stdout", "level": "info"})
+                else NewEvent.from_payload("log", now, {"line": LINE, "stream": "stdout", "level": "info"})
                 for number in range(first, min(first + 100, EVENTS - 4))
             ]
         )
@@ -311,6 +316,6 @@ def _check_events(seqs: list[int]) -> None:
     assert seqs == list(range(EVENTS // 2 + 1, EVENTS // 2 + 1 + SHOWN)), seqs[:3]
 
 
-def _check_curve(found: Any) -> None:
-    steps = found["series"]["loss"]["steps"]
-    assert steps[0] == 1 and steps[-1] >= EVENTS - 6 and len(steps) > 50, found
+def _check_curve(curve: Any) -> None:
+    steps = curve["series"]["loss"]["steps"]
+    assert steps[0] == 1 and steps[-1] >= EVENTS - 6 and len(steps) > 50, curve

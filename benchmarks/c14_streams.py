@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from app.infra.broker import events_channel
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from benchmarks import svg
 from benchmarks.figures import quantile, seconds_used
 from benchmarks.stream_readers import ReaderGroup
@@ -172,12 +172,12 @@ class _Measurement:
             place = random.randrange(len(self._runs))
             self._stamps[place].append(time.monotonic())
             with self._service.engine.begin() as connection:
-                append(
+                append_events(
                     connection,
                     self._runs[place],
                     1,
                     len(self._stamps[place]),
-                    [NewEvent.of("metric", time.time(), METRIC)],
+                    [NewEvent.from_payload("metric", time.time(), METRIC)],
                 )
             self._redis.publish(events_channel(self._runs[place]), "")
 
@@ -190,7 +190,9 @@ class _Measurement:
                 first = len(stamps) + 1
                 stamps.extend([time.monotonic()] * missing)
                 with self._service.engine.begin() as connection:
-                    append(connection, run_id, 1, first, [NewEvent.of("metric", time.time(), METRIC)] * missing)
+                    append_events(
+                        connection, run_id, 1, first, [NewEvent.from_payload("metric", time.time(), METRIC)] * missing
+                    )
                 self._redis.publish(events_channel(run_id), "")
         return group.until_all(AFTER + most, time.monotonic() + LATEST)
 
@@ -220,24 +222,25 @@ def _memory(pid: int) -> int:
     return int(psutil.Process(pid).memory_full_info().uss)
 
 
-def _readers(wanted: int, is_proxied: bool) -> int:
+def _readers(reader_count: int, is_proxied: bool) -> int:
     """Raise the limit of open files, and return how many readers it allows."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     # A process of readers has a socket for each, an nginx process two, as each has half of the streams.
     each = 2 / PROCESSES if is_proxied else 1 / PROCESSES
     possible = int((hard - SPARE_FILES) / each)
-    if possible < wanted:
+    if possible < reader_count:
         print(
-            f"C14 {wanted:,} readers need {int(wanted * each) + SPARE_FILES:,} open files in a process, the limit is "
-            f"{hard:,}: {possible:,} readers. Raise it: `ulimit -Hn`, LimitNOFILE= of systemd, ulimits of a container"
+            f"C14 {reader_count:,} readers need {int(reader_count * each) + SPARE_FILES:,} open files in a process, "
+            f"the limit is {hard:,}: {possible:,} readers. Raise it: `ulimit -Hn`, LimitNOFILE= of systemd, "
+            "ulimits of a container"
         )
-    return min(wanted, possible) // PROCESSES * PROCESSES
+    return min(reader_count, possible) // PROCESSES * PROCESSES
 
 
 def _version(proxy: str | None) -> str:
-    found = subprocess.run([proxy or "", "-v"], capture_output=True, text=True, check=True)
-    return found.stderr.strip().rpartition(" ")[2]
+    result = subprocess.run([proxy or "", "-v"], capture_output=True, text=True, check=True)
+    return result.stderr.strip().rpartition(" ")[2]
 
 
 @contextmanager

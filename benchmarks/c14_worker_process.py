@@ -78,7 +78,7 @@ class TrainerThread(TrainingProcess):
     """A fake trainer in a thread, which the supervisor holds like a process."""
 
     def __init__(self, job_path: Path, deadline: float) -> None:
-        self.identity = ProcessIdentity.own()
+        self.identity = ProcessIdentity.of_this_process()
         self.channel = Channel()
         self.fate: Any = TrainerEnd()
         self._control = Control()
@@ -110,7 +110,7 @@ class TrainerThread(TrainingProcess):
         return Exit(code=0)
 
     def _train(self, job_path: Path) -> None:
-        job = JobSpec.read(job_path)
+        job = JobSpec.from_file(job_path)
         report = Reporter(self.channel.trainer_fds[0])
         journal = Journal(job.journal, job.attempt)
         journal.start()

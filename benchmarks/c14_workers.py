@@ -160,11 +160,11 @@ def _arrive(service: Stack, count: int) -> list[float]:
 
 
 def _end(fleet: "list[subprocess.Popen[str]]") -> list[dict[str, Any]]:
-    found = []
+    results = []
     for process in fleet:
         output, _ = process.communicate("", timeout=60)
-        found.append(json.loads(output.splitlines()[-1]))
-    return found
+        results.append(json.loads(output.splitlines()[-1]))
+    return results
 
 
 def _postgres(service: Stack) -> int:

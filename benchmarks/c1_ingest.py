@@ -83,7 +83,7 @@ class Points:
 
 def _events(steps: list[tuple[int, dict[str, float]]]) -> list[NewEvent]:
     return [
-        NewEvent.of(
+        NewEvent.from_payload(
             "metric",
             time.time(),
             {"step": step, **{name: found[name] for name in NAMES}, "extra": {name: found[name] for name in EXTRA}},
@@ -185,5 +185,5 @@ class Peer:
 
     def check(self) -> None:
         with self._mlflow.connection() as connection:
-            found = connection.execute("SELECT count(*) FROM metrics WHERE run_uuid = %s", (self._run_id,)).fetchone()
-        assert found == (self._points.calls * POINTS,)
+            row = connection.execute("SELECT count(*) FROM metrics WHERE run_uuid = %s", (self._run_id,)).fetchone()
+        assert row == (self._points.calls * POINTS,)

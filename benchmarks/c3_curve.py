@@ -89,7 +89,7 @@ def _ours(service: Stack, curve: Curve) -> Lane:
     for first in range(0, len(curve.values), _AT_ONCE):
         now = time.time()
         steps = enumerate(curve.values[first : first + _AT_ONCE], first)
-        attempt.store([NewEvent.of("metric", now, {"step": step, "loss": loss}) for step, loss in steps])
+        attempt.store([NewEvent.from_payload("metric", now, {"step": step, "loss": loss}) for step, loss in steps])
     attempt.complete()
     path, query = f"/v1/runs/{attempt.run_id}/metrics", {"names": "loss", "max_points": SHOWN}
     extremes = (min(curve.values), max(curve.values))

@@ -212,12 +212,12 @@ class Ours:
 
     def get(self, path: str, query: Mapping[str, str | None]) -> Lane:
         """Measure a request of a page; `experiment_id` is filled in."""
-        asked = {name: self._experiments[3] if name == "experiment_id" else value for name, value in query.items()}
+        parameters = {name: self._experiments[3] if name == "experiment_id" else value for name, value in query.items()}
 
         def check(answer: httpx.Response) -> None:
             assert answer.status_code == 200, answer.text
 
-        return Lane(lambda: self._service.client.get(path, params=asked), CALLS, check=check)
+        return Lane(lambda: self._service.client.get(path, params=parameters), CALLS, check=check)
 
     def lane(self, case: Case, after: str | None = None) -> Lane:
         """Measure one page over HTTP."""

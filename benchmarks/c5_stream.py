@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from app.infra.broker import events_channel
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from benchmarks.figures import quantile
 from benchmarks.stream_readers import ReaderGroup
 from tests.ports import free_port
@@ -144,9 +144,9 @@ class Ours:
     def write(self, count: int) -> None:
         """Insert events in one transaction, then notify."""
         now = time.time()
-        new = [NewEvent.of("metric", now, METRIC) for _ in range(count)]
+        new = [NewEvent.from_payload("metric", now, METRIC) for _ in range(count)]
         with self._service.engine.begin() as connection:
-            append(connection, self.run_id, 1, self._written + 1, new)
+            append_events(connection, self.run_id, 1, self._written + 1, new)
         self._written += count
         self._redis.publish(events_channel(self.run_id), "")
 

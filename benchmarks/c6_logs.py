@@ -119,7 +119,9 @@ def _store(attempt: Attempt, first: int, end: int) -> float:
     for start in range(first, end, FLUSH):
         now = time.time()
         lines = (_line(number) for number in range(start, min(start + FLUSH, end)))
-        attempt.store([NewEvent.of("log", now, {"line": line, "stream": "stdout", "level": "info"}) for line in lines])
+        attempt.store(
+            [NewEvent.from_payload("log", now, {"line": line, "stream": "stdout", "level": "info"}) for line in lines]
+        )
     return (end - first) / (time.perf_counter() - began)
 
 
@@ -217,8 +219,8 @@ def _ray(lines: int, stack: ExitStack) -> str:
     took = []
     for _ in range(3):
         began = time.perf_counter()
-        found = [one for one in client.get_job_logs(job).splitlines() if "trainer: step" in one]
-        middle = found[lines // 2 : lines // 2 + SHOWN]
+        matches = [one for one in client.get_job_logs(job).splitlines() if "trainer: step" in one]
+        middle = matches[lines // 2 : lines // 2 + SHOWN]
         took.append(time.perf_counter() - began)
         _are(lines // 2)(middle)
     return f"C6 Ray job logs, any hundred of {lines:,} lines: {min(took):.2f} to {max(took):.2f} s, since all are sent"

@@ -92,13 +92,13 @@ class _Bench:
         config = TrainingConfig(base_model="bench", packing=True)
         with _as_in_a_trainer():
             began = time.perf_counter()
-            made = dataset.tokenize(
+            tokenized = dataset.tokenize(
                 str(self._file), "text", tokenizer, config, max_length=LENGTH, chosen=None, sha256=self._sha256,
                 progress=lambda done, total: None, cache=TokenCache(place / "tokens", LIMIT_BYTES),
             )  # fmt: skip
             self._took(lane, time.perf_counter() - began)
-        assert made.are_cached == (lane != "ours, cold")
-        return made.dataset
+        assert tokenized.are_cached == (lane != "ours, cold")
+        return tokenized.dataset
 
     def _trl(self, lane: str, place: Path, **options: Any) -> Dataset:
         began = time.perf_counter()

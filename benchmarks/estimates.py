@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
-from app.estimator.activations import Activations, Checkpointing, Precision, activations, recomputed_layers
+from app.estimator.activations import Activations, Checkpointing, Precision, compute_activations, recomputed_layers
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
 from app.estimator.memory_planner import CHOICES
@@ -71,7 +71,7 @@ class Cell:
         """Data types of the weights, as loaded on a CPU or on a GPU."""
         config = self.config
         if not self.mixed:
-            return Precision.of(config, "cpu")
+            return Precision.for_device(config, "cpu")
         return Precision("cpu", autocast=True, base=4 if config.lora_r is None else 2)
 
 
@@ -116,7 +116,7 @@ def built(cell: Cell) -> tuple[Any, Architecture]:
     recomputation = Recomputation(model)
     recomputation.set(recomputed_layers(cell.checkpointing, recomputation.layers))
     model.train()
-    return model, architecture.read(json.loads(described.to_json_string(use_diff=True)))
+    return model, architecture.read_architecture(json.loads(described.to_json_string(use_diff=True)))
 
 
 class _Kept:
@@ -130,14 +130,14 @@ def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) ->
     With `divided`, they are those of the first of the devices that share each sequence.
     """
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
-    kept: list[weakref.ref[_Kept]] = []
+    kept_tensors: list[weakref.ref[_Kept]] = []
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() in weights:
             return tensor
-        one = _Kept(tensor)
-        kept.append(weakref.ref(one))
-        return one
+        packed = _Kept(tensor)
+        kept_tensors.append(weakref.ref(packed))
+        return packed
 
     ids = torch.randint(1, 500, (cell.batch.sequences, cell.batch.length))
     more: dict[str, Any] = {}
@@ -161,19 +161,19 @@ def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) ->
         torch.autocast("cpu", torch.bfloat16, enabled=cell.mixed),
     ):
         output = model(**inputs, fused_lm_head=True)
-    there = [one.tensor.untyped_storage() for reference in kept if (one := reference()) is not None]
+    there = [one.tensor.untyped_storage() for reference in kept_tensors if (one := reference()) is not None]
     assert output.loss.requires_grad
     return sum({one.data_ptr(): one.nbytes() for one in there}.values())
 
 
 def estimated(described: Architecture, cell: Cell) -> tuple[int, Activations]:
     """Return the estimated bytes kept for the backward pass, and the whole estimate."""
-    found = activations(
+    computed = compute_activations(
         described, cell.config, cell.precision, cell.batch, cell.checkpointing, cell.attention
     )  # fmt: skip
     # GPT-2 passes its mask as an argument to the recomputed function, where it is counted.
-    seen = found.mask if cell.family == "gpt2" and cell.checkpointing != "off" else 0
-    return found.kept + found.head + seen, found
+    seen = computed.mask if cell.family == "gpt2" and cell.checkpointing != "off" else 0
+    return computed.kept_bytes + computed.head + seen, computed
 
 
 def main() -> int:

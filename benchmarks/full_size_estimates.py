@@ -11,11 +11,11 @@ from itertools import product
 from typing import Any
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.estimator import architecture
 from app.estimator.activations import Checkpointing, Precision
 from app.estimator.forward_pass import Attention, Batch
-from app.estimator.memory import Memory, memory
+from app.estimator.memory import Memory, estimate_memory
 from app.estimator.memory_planner import CHOICES
 from benchmarks import step_simulation
 from benchmarks.liger_functions import liger_functions
@@ -85,7 +85,7 @@ class Cell:
         steps = 2 if self.accumulates else 1
         fields = {"gradient_accumulation_steps": steps, **METHODS[self.method]}
         config = TrainingConfig.model_validate({"base_model": self.model, **fields})
-        return resolve(config, sorted(fields), step_simulation.GPU).config
+        return resolve_config(config, sorted(fields), step_simulation.GPU).config
 
     @property
     def attention(self) -> Attention:
@@ -116,9 +116,9 @@ def simulated(cell: Cell) -> Step:
 
 def estimated(cell: Cell) -> Memory:
     """Return the estimate of the cell's step."""
-    described, config = architecture.read(MODELS[cell.model]), cell.config
-    precision = Precision.of(config, "cuda", has_liger=cell.liger)
-    return memory(described, config, precision, cell.batch, cell.checkpointing, cell.attention)
+    described, config = architecture.read_architecture(MODELS[cell.model]), cell.config
+    precision = Precision.for_device(config, "cuda", has_liger=cell.liger)
+    return estimate_memory(described, config, precision, cell.batch, cell.checkpointing, cell.attention)
 
 
 def main() -> int:
@@ -134,18 +134,19 @@ def main() -> int:
     kept_errors, errors = [], []
     for cell in (cell for cell in grid() if cell.model in chosen):
         start = time.monotonic()
-        step, found = simulated(cell), estimated(cell)
-        held = found.activations
+        step, estimate = simulated(cell), estimated(cell)
+        held = estimate.activations
         # A mask outlives the forward pass only as an argument of recomputed layers.
-        kept = held.kept + held.head + (held.mask if cell.checkpointing != "off" else 0)
-        kept_errors.append(kept / step.kept - 1)
-        errors.append(found.tensors / step.peak - 1)
+        expected = held.kept_bytes + held.head + (held.mask if cell.checkpointing != "off" else 0)
+        kept_errors.append(expected / step.kept_bytes - 1)
+        errors.append(estimate.tensors / step.peak - 1)
         shape = cell.batch.texts * cell.batch.sequences, cell.batch.length // cell.batch.texts
         kind = " padded" if cell.batch.masked else " joined" if cell.batch.texts > 1 else ""
         batch, norms = f"{shape[0]} x {shape[1]}{kind}", "liger-kernel" if cell.liger else "transformers"
         print(
-            f"{cell.model:17s}{cell.method:19s}{norms:14s}{cell.checkpointing:12s}{batch:18s}{step.kept / 2**30:10.2f}"
-            f"{kept_errors[-1]:+10.1%}{step.peak / 2**30:11.2f}{errors[-1]:+10.1%}{time.monotonic() - start:6.1f}",
+            f"{cell.model:17s}{cell.method:19s}{norms:14s}{cell.checkpointing:12s}{batch:18s}"
+            f"{step.kept_bytes / 2**30:10.2f}{kept_errors[-1]:+10.1%}{step.peak / 2**30:11.2f}{errors[-1]:+10.1%}"
+            f"{time.monotonic() - start:6.1f}",
             flush=True,
         )
     print(f"\n{len(errors)} cells")

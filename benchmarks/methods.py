@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from app.base_models.tiny_model import train_tokenizer, write_model
-from app.cli.demo.docstrings import Documented, Split, jsonl, read_split
+from app.cli.demo.docstrings import Documented, Split, encode_jsonl, read_split
 
 MAX_TOKENS = 256
 
@@ -161,16 +161,16 @@ def _desirable(folder: Path, base: Path, adapter: str, rated: Path, held_out: Pa
 def _rewarded(folder: Path, base: Path, algorithm: str, adapter: str, prompts: Path, held_out: Path) -> Row:
     rlhf = {"algorithm": algorithm, "num_generations": 8, "max_completion_length": 40, "rewards": [_TASK]}
     config = _RLHF | ADAPTERS[adapter] | {"method": "rlhf", "rlhf": rlhf}
-    found = [
+    rows = [
         _run(folder / f"{algorithm}-{adapter}-{seed}", base, prompts, "prompt", held_out, seed=seed, **config)
         for seed in SEEDS
     ]
-    starts, ends = ([done.evaluations[at]["eval_reward"] for done in found] for at in (0, -1))
+    starts, ends = ([done.evaluations[at]["eval_reward"] for done in rows] for at in (0, -1))
     gains = [end - start for start, end in zip(starts, ends, strict=True)]
     error = statistics.stdev(gains) / math.sqrt(len(gains))
     return Row(
         f"rlhf ({algorithm})", adapter, "reward", statistics.mean(starts), statistics.mean(ends),
-        statistics.mean(gains) / error, statistics.mean(done.speed for done in found), found[-1].loads(),
+        statistics.mean(gains) / error, statistics.mean(done.speed for done in rows), rows[-1].loads(),
     )  # fmt: skip
 
 
@@ -226,10 +226,10 @@ def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None
 
 def _pairs(rows: list[Documented]) -> Iterator[dict[str, Any]]:
     """Build preferences: the code's own docstring is chosen, the truncated one of other code is rejected."""
-    for one, other in zip(rows, [*rows[1:], rows[0]], strict=True):
-        answers = {"chosen": one.docstring, "rejected": other.docstring[: len(other.docstring) // 2]}
+    for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
+        answers = {"chosen": row.docstring, "rejected": other.docstring[: len(other.docstring) // 2]}
         yield {
-            "prompt": one.prompt,
+            "prompt": row.prompt,
             **{name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()},
         }
 
@@ -242,7 +242,7 @@ def _rated(rows: list[Documented]) -> Iterator[dict[str, Any]]:
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    path.write_bytes(jsonl(rows))
+    path.write_bytes(encode_jsonl(rows))
     return path
 
 

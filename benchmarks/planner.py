@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import architecture, memory_planner
 from app.estimator.activations import HEAD_TOKENS, HEAD_WORDS, Checkpointing, Precision
@@ -195,13 +195,13 @@ class Comparison:
 
 def compare(cell: Cell, simulated: SimulatedModel, described: PretrainedConfig) -> Comparison:
     """Plan a cell by the estimate and by counted passes, with the default configuration of `qlora`."""
-    asked = TrainingConfig(base_model="any", max_seq_length=cell.length)
+    base_config = TrainingConfig(base_model="any", max_seq_length=cell.length)
     machine = DeviceCapabilities(kind="cuda", bf16=True)
-    config = resolve(asked, set(), machine).config
+    config = resolve_config(base_config, set(), machine).config
     layers = simulated.recomputation.layers
-    model = architecture.read(described.to_dict())
-    choice = memory_planner.choose(
-        model, config, Precision.of(config, "cuda"), micro_batch(model, config, cell.length, None),
+    model = architecture.read_architecture(described.to_dict())
+    choice = memory_planner.choose_checkpointing(
+        model, config, Precision.for_device(config, "cuda"), micro_batch(model, config, cell.length, None),
         cell.gigabytes * 2**30,
     )  # fmt: skip
     recomputed: dict[Checkpointing, int] = {"off": 0, "selective": -(-layers // 2), "full": layers}
@@ -254,12 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layers = parser.parse_args(arguments).layers
     print(f"{'model':12s}{'length':>7s}{'GPU':>7s}   {'by estimate':24s}{'measured':34s}{'operations':>10s}")
     wrong = 0
-    for one in comparisons(layers):
-        cell, planned = one.cell, one.planned
-        ratio = one.planned_operations / one.estimated_operations
-        wrong += not planned.fits or (one.estimated_fits and ratio > 1)
-        by_estimate = f"{one.estimated.rows} rows, {one.estimated.recomputed} layers"
-        by_estimate += "" if one.estimated_fits else " (!)"
+    for comparison in comparisons(layers):
+        cell, planned = comparison.cell, comparison.planned
+        ratio = comparison.planned_operations / comparison.estimated_operations
+        wrong += not planned.fits or (comparison.estimated_fits and ratio > 1)
+        by_estimate = f"{comparison.estimated.rows} rows, {comparison.estimated.recomputed} layers"
+        by_estimate += "" if comparison.estimated_fits else " (!)"
         needed = (planned.needed_bytes or 0) / 2**30
         measured = f"{planned.rows} rows, {planned.recomputed} layers, {needed:.1f} GiB"
         print(

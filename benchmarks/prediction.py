@@ -76,7 +76,7 @@ def main(scale: float = 1.0) -> bool:
 def _bodies(scale: float) -> list[tuple[dict[str, Any], Tried]]:
     """Return the runs in the order in which they are created."""
     chance = random.Random(7)
-    found: list[tuple[dict[str, Any], Tried]] = []
+    bodies: list[tuple[dict[str, Any], Tried]] = []
     count, real = max(round(RUNS * scale), 4), max(round(REAL * scale), 1)
     for number in range(count - real):
         steps, jitter = round(chance.uniform(40, 400)), round(chance.uniform(0, 0.8), 2)
@@ -91,7 +91,7 @@ def _bodies(scale: float) -> list[tuple[dict[str, Any], Tried]]:
             "logging_steps": chance.choice([1, 5, max(steps // 20, 1)]), "extra": extra,
         }  # fmt: skip
         kind = f"fake, {extra['step_seconds'] * 1000:.0f} ms a step, jitter {jitter}"
-        found.append(({"backend": "fake", "config": config}, Tried(kind, steps)))
+        bodies.append(({"backend": "fake", "config": config}, Tried(kind, steps)))
     for _ in range(real):
         method, steps = chance.choice(["full", "lora"]), round(chance.uniform(60, 200))
         batch = chance.choice([2, 4, 8])
@@ -101,9 +101,9 @@ def _bodies(scale: float) -> list[tuple[dict[str, Any], Tried]]:
             "logging_steps": 5, **({"eval_split": 0.2, "eval_steps": 30} if batch == 4 else {}),
         }  # fmt: skip
         body = {"backend": "celery", "config": config}
-        found.append((body, Tried(f"tiny model, {method}, batch size {batch}", steps)))
-    chance.shuffle(found)
-    return found
+        bodies.append((body, Tried(f"tiny model, {method}, batch size {batch}", steps)))
+    chance.shuffle(bodies)
+    return bodies
 
 
 def _create(service: Stack, chats: str, body: dict[str, Any]) -> str:
@@ -127,27 +127,32 @@ def _watch(service: Stack, tried: dict[str, Tried]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _note(one: Tried, run: dict[str, Any], now: datetime) -> None:
+def _note(tried: Tried, run: dict[str, Any], now: datetime) -> None:
     if run["status"] in ("failed", "cancelled"):
-        raise SystemExit(f"{one.kind}: {run['error_message']}")
-    if one.finished_at is None and run["finished_at"] is not None:
-        one.finished_at = datetime.fromisoformat(run["finished_at"])
-        one.seconds = (one.finished_at - datetime.fromisoformat(run["started_at"])).total_seconds()
+        raise SystemExit(f"{tried.kind}: {run['error_message']}")
+    if tried.finished_at is None and run["finished_at"] is not None:
+        tried.finished_at = datetime.fromisoformat(run["finished_at"])
+        tried.seconds = (tried.finished_at - datetime.fromisoformat(run["started_at"])).total_seconds()
     reported = run["prediction"]
-    is_due = one.seen_at is None and run["status"] in ("running", "checkpointing")
-    if is_due and run["current_step"] >= one.steps / 10 and reported is not None and reported["finish_at"] is not None:
-        one.at_step, one.seen_at = run["current_step"], now
-        one.finish_at, one.confidence = datetime.fromisoformat(reported["finish_at"]), reported["confidence"]
+    is_due = tried.seen_at is None and run["status"] in ("running", "checkpointing")
+    if (
+        is_due
+        and run["current_step"] >= tried.steps / 10
+        and reported is not None
+        and reported["finish_at"] is not None
+    ):
+        tried.at_step, tried.seen_at = run["current_step"], now
+        tried.finish_at, tried.confidence = datetime.fromisoformat(reported["finish_at"]), reported["confidence"]
 
 
 def _show(tried: list[Tried]) -> bool:
     print("| run | steps | took, s | asked at step | to the end: predicted, s | was, s | off by | confidence |")
     print("|---|---|---|---|---|---|---|---|")
     measured = [one for one in tried if one.seen_at is not None]
-    for one in sorted(measured, key=lambda one: one.error):
+    for attempt in sorted(measured, key=lambda one: one.error):
         print(
-            f"| {one.kind} | {one.steps} | {one.seconds:.1f} | {one.at_step} | {one.predicted:.1f} | {one.took:.1f} | "
-            f"{one.error:.1%} | {one.confidence} |"
+            f"| {attempt.kind} | {attempt.steps} | {attempt.seconds:.1f} | {attempt.at_step} | "
+            f"{attempt.predicted:.1f} | {attempt.took:.1f} | {attempt.error:.1%} | {attempt.confidence} |"
         )
     for what, some in (("fake", "fake"), ("really trained", "tiny")):
         errors = [one.error for one in measured if one.kind.startswith(some)]

@@ -50,10 +50,10 @@ class Turns:
 
     def show(self, lane: str, note: str = "") -> None:
         """Print one line with median and spread of the blocks."""
-        found = sorted(1e3 * one for one in self.seconds[lane])
+        milliseconds = sorted(1e3 * one for one in self.seconds[lane])
         print(
-            f"{self.name} {lane:34s} median {statistics.median(found):9.2f} ms  min {found[0]:9.2f}  "
-            f"max {found[-1]:9.2f}  of {len(found)} blocks  {note}".rstrip(),
+            f"{self.name} {lane:34s} median {statistics.median(milliseconds):9.2f} ms  min {milliseconds[0]:9.2f}  "
+            f"max {milliseconds[-1]:9.2f}  of {len(milliseconds)} blocks  {note}".rstrip(),
             flush=True,
         )
 

@@ -322,7 +322,7 @@ def _accumulate(parameter: torch.Tensor, gradients: list[torch.Tensor | None]) -
 class Step:
     """Bytes of one training step."""
 
-    kept: int
+    kept_bytes: int
     """Bytes kept for the backward pass."""
     peak: int
     """Highest bytes, with weights, gradients and the state of the optimizer."""
@@ -406,11 +406,11 @@ def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Ch
         before = allocated.current
         with torch.autocast("cuda", torch.bfloat16):
             losses = [model(**inputs, fused_lm_head=True).loss]
-        kept = allocated.current - before
+        kept_bytes = allocated.current - before
         backward(losses)
         optimizer.step()
     optimizer.zero_grad()
-    return Step(kept, allocated.peak, allocated.peak_operation)
+    return Step(kept_bytes, allocated.peak, allocated.peak_operation)
 
 
 def _optimizer(config: TrainingConfig, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -253,14 +253,14 @@ class ReaderGroup:
     def end(self) -> list[tuple[int, int, int, float]]:
         """Return samples of (path, first, last, time) of events that arrived together; sets `reopened`."""
         self.reopened = sorted(moment for one in self.ask("end") for moment in one)
-        found = []
+        records = []
         for process, path in zip(self._processes, self._samples, strict=True):
             process.wait(timeout=30)
             values = array("d")
             values.frombytes(path.read_bytes())
             columns = (values[n::4] for n in range(4))
-            found += [(int(a), int(b), int(c), t) for a, b, c, t in zip(*columns, strict=True)]
-        return found
+            records += [(int(a), int(b), int(c), t) for a, b, c, t in zip(*columns, strict=True)]
+        return records
 
     @staticmethod
     def _heard(process: "subprocess.Popen[str]") -> Any:

@@ -61,6 +61,6 @@ def _create(home: Path) -> None:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {TEMPLATE}")
         for database in (url, make_url(url).set(database=TEMPLATE).render_as_string(hide_password=False)):
-            migrate.upgrade(Settings(home=home, database_url=database))
+            migrate.upgrade_schema(Settings(home=home, database_url=database))
     finally:
         servers.stop()

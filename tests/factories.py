@@ -11,7 +11,7 @@ from sqlalchemy import Engine, insert, select, update
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from app.runs.metrics.rollups import Rollups
 from app.runs.queue.claim import claim_run
 from app.runs.state import machine
@@ -93,15 +93,15 @@ class Trainer:
 
     def mixed(self, batch: list[tuple[str, dict[str, Any]]]) -> None:
         """Append events of several types in one batch."""
-        self.store([NewEvent.of(kind, datetime.now(UTC).timestamp(), payload) for kind, payload in batch])
+        self.store([NewEvent.from_payload(kind, datetime.now(UTC).timestamp(), payload) for kind, payload in batch])
 
     def store(self, new: list[NewEvent]) -> None:
         """Append events as a worker does."""
         with self.engine.begin() as connection:
-            stored = append(connection, self.run_id, self.lease_epoch, self._sent + 1, new)
+            stored = append_events(connection, self.run_id, self.lease_epoch, self._sent + 1, new)
             if self.rolls_up:
-                self._rollups.store(connection, self._sent + 1, new, stored)
-        self._rollups.committed()
+                self._rollups.store_changes(connection, self._sent + 1, new, stored)
+        self._rollups.note_commit()
         self._sent += len(new)
 
     def log(self, *lines: str) -> None:

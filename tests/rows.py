@@ -84,7 +84,7 @@ def add_worker(
         # Such a worker gets no part half a lease after its last heartbeat, which is 1.5 s in most tests.
         defaults["heartbeat_at"] = text("now() + interval '10 min'")
     with engine.begin() as connection:
-        connection.execute(registry.register({**defaults, **values}))
+        connection.execute(registry.register_worker({**defaults, **values}))
         connection.execute(registry.register_devices(offered))
     return worker_id
 

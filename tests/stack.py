@@ -100,7 +100,7 @@ class Stack:
                 **values,
             }
         )
-        migrate.upgrade(self.settings)
+        migrate.upgrade_schema(self.settings)
         self.engine: Engine = sync_engine(self.settings.database_url or "")
         self.workers: list[WorkerProcess] = []
         self.api = ProcessServer(self.settings)

@@ -257,7 +257,7 @@ class WorkerContext:
         """Register this worker; return a sentence that says why not, if that may change by itself."""
         try:
             with self.engine.connect() as connection:
-                if older := migrate.schema_error(migrate.current(connection)):
+                if older := migrate.schema_error(migrate.current_revision(connection)):
                     raise SetupError(older)
             if self.working_copy is not None:
                 self._check_storage(self.working_copy, waited)
@@ -304,7 +304,7 @@ class WorkerContext:
             self.backends,
             labels,
             self.launcher,
-            model_sources=sources.fingerprint(self.settings),
+            model_sources=sources.source_fingerprint(self.settings),
             gguf=gguf,
             group_address=self._open_address(),
         )
@@ -328,7 +328,7 @@ class WorkerContext:
             try:
                 with self.lease_engine.begin() as connection:
                     address = self._open_address()
-                    alive = registry.heartbeat(self.id, state, self.launcher.mode, self.launcher.reason, address)
+                    alive = registry.record_heartbeat(self.id, state, self.launcher.mode, self.launcher.reason, address)
                     if connection.execute(alive).one_or_none() is None:
                         self._register(connection)
                     if self.closing.is_set():

@@ -48,7 +48,7 @@ class WorkerHealth:
             return f"the storage {self._storage} holds no datasets: set the same ANNEAL_STORAGE for API and workers"
         if inodes is not None or (free is not None and free < ROOM_BYTES):
             return f"the storage {self._storage} is full: free some space, then pending runs are taken"
-        if self._database_reserve is not None and (shortage := self._database_reserve.shortage()):
+        if self._database_reserve is not None and (shortage := self._database_reserve.describe_shortage()):
             return f"{shortage}: free some space, then pending runs are taken"
         if not os.access(self._storage, os.W_OK):
             return f"the storage {self._storage} cannot be written to"

@@ -45,11 +45,11 @@ def has_gguf_converter(converter: Path | None) -> bool:
 
 def release_dead(connection: Connection, host: str) -> None:
     """Reap at once the runs of dead workers of this machine."""
-    here = ProcessIdentity.own()
+    here = ProcessIdentity.of_this_process()
     dead = [
         row.id
         for row in connection.execute(registry.on_host(host))
-        if row.boot_id == pid_scope(here) and not ProcessIdentity.of(row.pid, row.process_started).exists
+        if row.boot_id == pid_scope(here) and not ProcessIdentity.of_process(row.pid, row.process_started).exists
     ]
     if dead:
         connection.execute(parts.reap_dead(dead))
@@ -72,9 +72,9 @@ def register(
     model_sources: str | None,
 ) -> None:
     """Write this worker and its devices into the database."""
-    me = ProcessIdentity.own()
+    me = ProcessIdentity.of_this_process()
     connection.execute(
-        registry.register(
+        registry.register_worker(
             {
                 "id": worker_id,
                 "host": host,

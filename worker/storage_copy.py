@@ -23,7 +23,7 @@ from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation, register
+from app.tables.installation import Installation, register_installation
 from app.tables.runs import Attempt, Run
 from app.tables.workers import Worker
 from app.workers.queries import is_fresh
@@ -53,7 +53,7 @@ class StorageCopy:
         """
         if self._rows(select(Worker.id).where(Worker.state != "offline", is_fresh(self._lease_seconds))):
             raise SetupError("A worker runs: stop the API and drain all workers (`anneal worker --drain`) first.")
-        self._do(register())
+        self._do(register_installation())
         installation = self._rows(select(Installation.id))[0].id
         try:
             self._remote.objects.mark_root()
@@ -71,7 +71,7 @@ class StorageCopy:
         query = select(Attempt.run_id, Attempt.attempt, has_output, *hashes)
         for one in self._rows(query.join(Run, Run.id == Attempt.run_id)):
             self._try("attempts", f"attempt {one.attempt} of {one.run_id}", partial(self._attempt, one))
-        self._remote.objects.claim(installation, lambda: True)
+        self._remote.objects.claim_for(installation, lambda: True)
 
     def _try(self, kind: str, name: str, copy: Callable[[], None]) -> None:
         try:

@@ -12,7 +12,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.contracts.device_telemetry import DeviceTelemetry
-from app.contracts.field_types import timestamp
+from app.contracts.field_types import format_timestamp
 from app.runs.events.log import NewEvent
 from app.workers import registry
 from worker import devices
@@ -105,7 +105,10 @@ class TelemetrySampler:
         try:
             with self._engine.begin() as connection:
                 for index, report in made.items():
-                    shown = {"at": timestamp(datetime.fromtimestamp(report.at, UTC)), **report.telemetry.model_dump()}
+                    shown = {
+                        "at": format_timestamp(datetime.fromtimestamp(report.at, UTC)),
+                        **report.telemetry.model_dump(),
+                    }
                     connection.execute(registry.store_telemetry(self._worker_id, index, shown))
         except SQLAlchemyError as error:
             log.info("device telemetry is not stored, the next report will be: %s", error)
@@ -128,7 +131,7 @@ class DeviceFeed:
             return
         self._last = report
         which = {"index": self._device.index, "uid": self._device.id}
-        self._put(NewEvent.of("device", report.at, {**which, **report.telemetry.model_dump()}))
+        self._put(NewEvent.from_payload("device", report.at, {**which, **report.telemetry.model_dump()}))
 
 
 def take_sample(nvml: Any, gpu: Device) -> Sample:

@@ -41,21 +41,21 @@ class Caller:
     run_id: str | None = None
     """The only run whose events a ticket opens; None: all of them."""
 
-    def may(self, scope: str) -> bool:
+    def has_scope(self, scope: str) -> bool:
         """Return True if the key has this scope; `admin` includes every scope."""
         return scope in self.scopes or "admin" in self.scopes
 
 
-async def _caller(request: Request) -> Caller:
+async def _caller_of_request(request: Request) -> Caller:
     caller: Caller = request.state.caller
     return caller
 
 
-CurrentCaller = Annotated[Caller, Depends(_caller)]
+CurrentCaller = Annotated[Caller, Depends(_caller_of_request)]
 
 
 async def _needs_admin(caller: CurrentCaller) -> None:
-    if not caller.may("admin"):
+    if not caller.has_scope("admin"):
         raise _scope_missing(caller, "admin")
 
 

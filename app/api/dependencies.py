@@ -18,27 +18,27 @@ class ChangeRecorder(Protocol):
 
     is_written: bool
 
-    def record(self, request: Request, response: Response, session: AsyncSession) -> None:
+    def record_change(self, request: Request, response: Response, session: AsyncSession) -> None:
         """Add the record to the transaction that is about to be committed."""
 
 
 async def get_session(request: Request, response: Response) -> AsyncIterator[AsyncSession]:
     """Provide the session of a request, committed before the response is sent and rolled back on any error.
 
-    What follows the last `release` is one transaction, in which the audit entry of a request that changes something is
-    written too.
+    What follows the last `release_connection` is one transaction, in which the audit entry of a request that
+    changes something is written too.
     """
     async with request.app.state.sessions() as session:
         yield session
         recorder: ChangeRecorder | None = request.scope["state"].get("audited")
         if recorder is not None:
-            recorder.record(request, response, session)
+            recorder.record_change(request, response, session)
         await session.commit()
     if recorder is not None:
         recorder.is_written = True
 
 
-async def release(session: AsyncSession) -> None:
+async def release_connection(session: AsyncSession) -> None:
     """Return the database connection of a request before it waits for the storage or for a thread.
 
     There are few connections, and a thread may have much work to do before. Rows that were locked are so no longer.
@@ -67,9 +67,9 @@ async def refuse_unknown_parameters(request: Request) -> None:
 
 
 def _parameters_of(route: Any) -> frozenset[str]:
-    if (found := _parameters.get(route.endpoint)) is None:
-        found = _parameters[route.endpoint] = frozenset(_query_parameters(route.dependant))
-    return found
+    if (parameters := _parameters.get(route.endpoint)) is None:
+        parameters = _parameters[route.endpoint] = frozenset(_query_parameters(route.dependant))
+    return parameters
 
 
 def _query_parameters(dependant: Any) -> set[str]:
@@ -90,12 +90,12 @@ async def get_snapshot(request: Request) -> AsyncIterator[AsyncSession]:
 
 
 # Async like all dependencies: FastAPI runs a sync function in a thread, which takes as long as a short query.
-async def _settings(request: Request) -> Settings:
+async def _settings_of_app(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
 
 
-async def _storage(request: Request) -> Storage:
+async def _storage_of_app(request: Request) -> Storage:
     storage: Storage = request.app.state.storage
     return storage
 
@@ -104,8 +104,8 @@ async def _storage(request: Request) -> Storage:
 Session = Annotated[AsyncSession, Depends(get_session, scope="function")]
 Reading = Annotated[AsyncSession, Depends(get_reading, scope="function")]
 Snapshot = Annotated[AsyncSession, Depends(get_snapshot, scope="function")]
-CurrentSettings = Annotated[Settings, Depends(_settings)]
-CurrentStorage = Annotated[Storage, Depends(_storage)]
+CurrentSettings = Annotated[Settings, Depends(_settings_of_app)]
+CurrentStorage = Annotated[Storage, Depends(_storage_of_app)]
 IdempotencyKey = Annotated[
     str | None,
     Header(

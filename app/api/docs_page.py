@@ -28,11 +28,11 @@ _METHODS = ("get", "post", "put", "patch", "delete")
 @router.get("/docs")
 async def docs(request: Request) -> HTMLResponse:
     """Serve the API reference: every endpoint with its parameters, responses and examples."""
-    page = "".join(_page(request.app.openapi()))
+    page = "".join(_render_page(request.app.openapi()))
     return HTMLResponse(page, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
 
 
-def _page(document: dict[str, Any]) -> Iterator[str]:
+def _render_page(document: dict[str, Any]) -> Iterator[str]:
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
     yield f"<h1>{title}</h1><p>{escape(document['info'].get('description', ''))}</p>"
@@ -46,69 +46,69 @@ def _page(document: dict[str, Any]) -> Iterator[str]:
     for tag, operations in tags.items():
         yield f"<h2>{escape(tag)}</h2>"
         for method, path, operation in operations:
-            yield from _operation(document, method, path, operation)
+            yield from _render_operation(document, method, path, operation)
 
 
-def _operation(document: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+def _render_operation(document: dict[str, Any], method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
     yield f"<h3><code>{method.upper()} {escape(path)}</code></h3><p>{escape(operation.get('description', ''))}</p>"
     if parameters := operation.get("parameters"):
         yield "<table>"
-        for one in parameters:
-            about = "required. " if one.get("required") else ""
-            notes = escape(about + one.get("description", ""))
-            yield f"<tr><td><code>{escape(one['name'])}</code><td>{one['in']}<td>{notes}"
+        for parameter in parameters:
+            about = "required. " if parameter.get("required") else ""
+            notes = escape(about + parameter.get("description", ""))
+            yield f"<tr><td><code>{escape(parameter['name'])}</code><td>{parameter['in']}<td>{notes}"
         yield "</table>"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Body, {escape(kind)}:<table>"
-        yield from _fields(document, _resolved(document, content.get("schema", {})), "")
+        yield from _render_fields(document, _resolve_ref(document, content.get("schema", {})), "")
         yield "</table>"
-        yield from _example(document, "For example:", content)
+        yield from _render_example(document, "For example:", content)
     yield "<table>"
     for status, answer in operation["responses"].items():
         yield f"<tr><td>{escape(status)}<td>{escape(answer.get('description', ''))}"
     yield "</table>"
     for status, answer in operation["responses"].items():
         for content in answer.get("content", {}).values() if status < "400" else ():
-            yield from _example(document, f"{status}:", content)
+            yield from _render_example(document, f"{status}:", content)
 
 
-def _fields(document: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[str]:
+def _render_fields(document: dict[str, Any], schema: dict[str, Any], prefix: str) -> Iterator[str]:
     """Yield a table row for each field of an object, including fields of nested objects."""
     for name, field in schema.get("properties", {}).items():
-        kind = _resolved(document, field)
+        kind = _resolve_ref(document, field)
         notes = [kind.get("description", "")]
         if name in schema.get("required", ()):
             notes.append("Required.")
         elif "default" in field:
             notes.append(f"Default: {json.dumps(field['default'])}.")
-        yield f"<tr><td><code>{escape(prefix + name)}</code><td>{escape(_kind(document, kind))}"
+        yield f"<tr><td><code>{escape(prefix + name)}</code><td>{escape(_type_text(document, kind))}"
         yield f"<td>{escape(' '.join(part for part in notes if part))}"
-        yield from _fields(document, kind, f"{prefix}{name}.")
+        yield from _render_fields(document, kind, f"{prefix}{name}.")
 
 
-def _kind(document: dict[str, Any], schema: dict[str, Any]) -> str:
+def _type_text(document: dict[str, Any], schema: dict[str, Any]) -> str:
     """Return type and bounds of a schema as short text."""
-    schema = _resolved(document, schema)
+    schema = _resolve_ref(document, schema)
     if "anyOf" in schema:
-        return " or ".join(_kind(document, one) for one in schema["anyOf"])
+        return " or ".join(_type_text(document, one) for one in schema["anyOf"])
     if "enum" in schema:
         return " | ".join(str(one) for one in schema["enum"])
     kind = str(schema.get("const", schema.get("type", "any")))
     if kind == "array":
-        kind = f"list of {_kind(document, schema.get('items', {}))}"
+        kind = f"list of {_type_text(document, schema.get('items', {}))}"
     bounds = [f"{sign} {schema[name]:g}" for name, sign in _BOUNDS if isinstance(schema.get(name), int | float)]
     return ", ".join([kind, *bounds])
 
 
-def _resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _resolve_ref(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     if "$ref" not in schema:
         return schema
     named: dict[str, Any] = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     return {**named, **schema}
 
 
-def _example(document: dict[str, Any], what: str, content: dict[str, Any]) -> Iterator[str]:
-    example = content.get("example", _resolved(document, content.get("schema", {})).get("example"))
+def _render_example(document: dict[str, Any], what: str, content: dict[str, Any]) -> Iterator[str]:
+    example = content.get("example", _resolve_ref(document, content.get("schema", {})).get("example"))
     if example is not None:
         text = example if isinstance(example, str) else json.dumps(example, indent=2, ensure_ascii=False)
         yield f"<p>{escape(what)}<pre>{escape(text)}</pre>"

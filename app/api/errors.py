@@ -82,7 +82,7 @@ def conflict(code: str, detail: str) -> ApiError:
 
 def invalid(errors: Sequence[FieldError], detail: str | None = None, code: str = "invalid_request") -> ApiError:
     """Create a 422 error that lists every problem at once."""
-    return ApiError(422, code, detail or _summary(errors), errors)
+    return ApiError(422, code, detail or _error_summary(errors), errors)
 
 
 def dataset_not_found(field: str, dataset_id: str) -> FieldError:
@@ -206,16 +206,16 @@ def problem_response(scope: Scope, error: ApiError) -> Response:
         "type": f"urn:anneal:problem:{error.code}",
         "title": HTTPStatus(error.status).phrase,
         "status": error.status,
-        "detail": printable(error.detail, 2000),
+        "detail": to_printable(error.detail, 2000),
         "code": error.code,
         "request_id": id,
     }
     if error.errors:
         body["errors"] = [
             {
-                "field": printable(item.field, 200),
-                "code": printable(item.code, 100),
-                "message": printable(item.message, 500),
+                "field": to_printable(item.field, 200),
+                "code": to_printable(item.code, 100),
+                "message": to_printable(item.message, 500),
             }
             for item in error.errors[:_MAX_ERRORS]
         ]
@@ -223,32 +223,32 @@ def problem_response(scope: Scope, error: ApiError) -> Response:
     return JSONResponse(body, error.status, headers, MEDIA_TYPE)
 
 
-def printable(text: str, most: int) -> str:
+def to_printable(text: str, most: int) -> str:
     """Return `text` without control characters and lone surrogates, cut to `most` characters, for use in responses."""
     text = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text[: most + 1])
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _short_id(id: str) -> str:
-    return printable(id, 60)
+    return to_printable(id, 60)
 
 
-def _summary(errors: Sequence[FieldError]) -> str:
+def _error_summary(errors: Sequence[FieldError]) -> str:
     if not errors:
         return "The request is invalid; correct it and send it again."
     first = f"`{errors[0].field}`: {errors[0].message}" if errors[0].field else errors[0].message
     more = f" `errors` has {len(errors) - 1} more." if len(errors) > 1 else ""
-    return f"{printable(first, 500).rstrip('.')}.{more} Correct it and send the request again."
+    return f"{to_printable(first, 500).rstrip('.')}.{more} Correct it and send the request again."
 
 
 def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> list[FieldError]:
     """Convert pydantic's errors to field errors, without the input values; `known` are the fields of the body."""
-    found = []
+    errors = []
     for item in problems[:_MAX_ERRORS]:
         location = [str(part) for part in item["loc"]]
         if location and location[0] in ("body", "query", "path", "header", "cookie"):
             location = location[1:]
-        message = _sentence(item, known)
+        message = _error_sentence(item, known)
         if named := item.get("ctx", {}).get("field"):
             location.append(str(named))  # the discriminator field
         if location[-1:] == ["[key]"]:  # a name that the sender has chosen
@@ -257,17 +257,17 @@ def from_validation(problems: Sequence[Any], known: Collection[str] = ()) -> lis
             location, message = [], f"the body is not JSON: {item.get('ctx', {}).get('error', message)}"
         elif not location and item["type"] in (*_REQUIRED, *_NOT_AN_OBJECT):
             message = f"the body {message}"
-        found.append(
+        errors.append(
             FieldError(
-                field=printable(".".join(location), 200),
-                code=printable(str(item["type"]), 100),
-                message=printable(message, 500),
+                field=to_printable(".".join(location), 200),
+                code=to_printable(str(item["type"]), 100),
+                message=to_printable(message, 500),
             )
         )
-    return found
+    return errors
 
 
-def _sentence(item: Any, known: Collection[str]) -> str:
+def _error_sentence(item: Any, known: Collection[str]) -> str:
     """Return what is wrong with a value, in the words of the other messages."""
     kind, message = str(item["type"]), str(item["msg"]).removeprefix("Value error, ")
     if kind in _REQUIRED:
@@ -302,8 +302,8 @@ def _errors_in_config(body: Mapping[str, Any]) -> list[FieldError]:
     config, rules = body["config"], BACKEND_RULES.get(str(body.get("backend", "celery")))
     if rules is not None and rules.options is not None:
         config = {name: value for name, value in config.items() if name != "extra"}
-    found = config_errors(config, has_eval_dataset=body.get("eval_dataset_id") is not None)
-    return [one.model_copy(update={"field": f"config.{one.field}"}) for one in found]
+    errors = config_errors(config, has_eval_dataset=body.get("eval_dataset_id") is not None)
+    return [one.model_copy(update={"field": f"config.{one.field}"}) for one in errors]
 
 
 _HTTP_DETAILS = {
@@ -321,13 +321,13 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _validation_error(request: Request, error: Exception) -> Response:
     invalid_request, models = cast(RequestValidationError, error), _body_models(request)
     known = {name for model in models for name in getattr(model, "model_fields", ())}
-    found, body = from_validation(invalid_request.errors(), known), invalid_request.body
+    errors, body = from_validation(invalid_request.errors(), known), invalid_request.body
     is_run = any(isinstance(model, type) and issubclass(model, RunCreate) for model in models)
     # A configuration that is too large is an error of its own.
-    is_config_wrong = any(one.field.partition(".")[0] == "config" for one in found)
+    is_config_wrong = any(one.field.partition(".")[0] == "config" for one in errors)
     if is_run and not is_config_wrong and isinstance(body, dict) and isinstance(body.get("config"), dict):
-        found += await asyncio.to_thread(_errors_in_config, body)
-    return problem_response(request.scope, invalid(found))
+        errors += await asyncio.to_thread(_errors_in_config, body)
+    return problem_response(request.scope, invalid(errors))
 
 
 async def _http_error(request: Request, raised: Exception) -> Response:
@@ -342,11 +342,11 @@ async def _http_error(request: Request, raised: Exception) -> Response:
 
 def _supported_methods(request: Request) -> list[str]:
     """Return the methods of this path; the framework names only those of the first route that has it."""
-    asked = {name: request.scope.get(name, "") for name in ("type", "path", "root_path")} | {"headers": []}
+    scope = {name: request.scope.get(name, "") for name in ("type", "path", "root_path")} | {"headers": []}
     return [
         method
         for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
-        if any(route.matches({**asked, "method": method})[0] is Match.FULL for route in request.app.routes)
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in request.app.routes)
     ]
 
 
@@ -361,7 +361,7 @@ async def _infrastructure_error(request: Request, error: Exception) -> Response:
     answer = as_api_error(error)
     if answer is None:
         raise error
-    log.warning("%s %s: %s", request_id(request.scope), answer.code, printable(str(error), 500))
+    log.warning("%s %s: %s", request_id(request.scope), answer.code, to_printable(str(error), 500))
     return problem_response(request.scope, answer)
 
 
@@ -372,7 +372,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
     )
 
 
-def install(app: FastAPI) -> None:
+def install_handlers(app: FastAPI) -> None:
     """Install handlers that return every error of `app` as problem+json."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -26,7 +26,7 @@ async def healthz() -> Alive:
 async def readyz(request: Request) -> Ready:
     """Check that the database and the broker are reachable and that the schema is at this version or a later one."""
     state = request.app.state
-    database, broker = await asyncio.gather(_database(state.engine), _broker(state.queue))
+    database, broker = await asyncio.gather(_check_database(state.engine), _check_broker(state.queue))
     missing = [found for found in (database, broker) if isinstance(found, FieldError)]
     if missing:
         raise ApiError(
@@ -39,11 +39,11 @@ async def readyz(request: Request) -> Ready:
     return Ready(version=version("anneal"), migrations=str(database))
 
 
-async def _database(engine: AsyncEngine) -> FieldError | str:
+async def _check_database(engine: AsyncEngine) -> FieldError | str:
     """Return the revision of the schema, or an error."""
     try:
         async with asyncio.timeout(_CHECK_SECONDS), engine.connect() as connection:
-            revision = await connection.run_sync(migrate.current)
+            revision = await connection.run_sync(migrate.current_revision)
     except Exception as error:
         if as_api_error(error) is None and not isinstance(error, TimeoutError):
             raise
@@ -54,7 +54,7 @@ async def _database(engine: AsyncEngine) -> FieldError | str:
     return FieldError(field="migrations", code="not_at_head", message=older) if older else revision
 
 
-async def _broker(queue: Broker) -> FieldError | None:
+async def _check_broker(queue: Broker) -> FieldError | None:
     try:
         async with asyncio.timeout(_CHECK_SECONDS):
             error = await queue.write_error()

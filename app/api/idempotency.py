@@ -15,7 +15,7 @@ class Idempotency:
     digest: str
 
     @classmethod
-    def of(cls, key: str | None, call: str, body: bytes) -> "Idempotency | None":
+    def from_header(cls, key: str | None, call: str, body: bytes) -> "Idempotency | None":
         """Create it from the `Idempotency-Key` header, the call's path and the raw body; None without a header."""
         if key is None:
             return None
@@ -25,10 +25,10 @@ class Idempotency:
         return cls(key, hashlib.sha256(call.encode() + b"\0" + body).hexdigest())
 
 
-def idempotency_key_reused(made: str) -> ApiError:
+def idempotency_key_reused(created: str) -> ApiError:
     """Build a 422 for an idempotency key that was used before with a different request."""
     return ApiError(
         422,
         "idempotency_key_reused",
-        f"This Idempotency-Key was used before with a different request, which created {made}; use a new key.",
+        f"This Idempotency-Key was used before with a different request, which created {created}; use a new key.",
     )

@@ -22,10 +22,10 @@ class OpenResponses(ABC):
         self._open: Counter[str] = Counter()
 
     @contextmanager
-    def counted(self, key_id: str) -> Iterator[None]:
+    def count_open(self, key_id: str) -> Iterator[None]:
         """Count a response of this key during the block; raise ApiError 429 if the key has too many."""
         if self._open[key_id] >= self._limit:
-            raise self._refusal(self._limit, {"Retry-After": str(RETRY_SECONDS)})
+            raise self._too_many_error(self._limit, {"Retry-After": str(RETRY_SECONDS)})
         self._open[key_id] += 1
         try:
             yield
@@ -35,13 +35,13 @@ class OpenResponses(ABC):
                 del self._open[key_id]
 
     @abstractmethod
-    def _refusal(self, limit: int, headers: dict[str, str]) -> ApiError: ...
+    def _too_many_error(self, limit: int, headers: dict[str, str]) -> ApiError: ...
 
 
 class OpenDownloads(OpenResponses):
     """Number of open downloads of each key."""
 
-    def _refusal(self, limit: int, headers: dict[str, str]) -> ApiError:
+    def _too_many_error(self, limit: int, headers: dict[str, str]) -> ApiError:
         return ApiError(
             429,
             "too_many_downloads",
@@ -51,11 +51,11 @@ class OpenDownloads(OpenResponses):
         )
 
 
-async def _download(request: Request, caller: CurrentCaller) -> AsyncIterator[None]:
+async def _count_download(request: Request, caller: CurrentCaller) -> AsyncIterator[None]:
     open_downloads: OpenDownloads = request.app.state.open_downloads
-    with open_downloads.counted(caller.key_id):
+    with open_downloads.count_open(caller.key_id):
         yield
 
 
-DownloadLimit = Depends(_download, scope="request")
+DownloadLimit = Depends(_count_download, scope="request")
 """Dependency of endpoints that send files; counts the download until the response has been sent."""

@@ -29,7 +29,7 @@ _WITH_BODY = {
 _METHODS = {"get", "put", "post", "delete", "patch", "head", "options"}
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def openapi_document(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document of `app`."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
@@ -54,12 +54,12 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for path, item in document["paths"].items():
             for method, operation in item.items():
                 if method in _METHODS:
-                    _complete(method.upper(), path, operation)
+                    _complete_operation(method.upper(), path, operation)
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def _complete(method: str, path: str, operation: dict[str, Any]) -> None:
+def _complete_operation(method: str, path: str, operation: dict[str, Any]) -> None:
     """Add the security scheme and the error responses of `operation`."""
     responses: dict[str, Any] = operation["responses"]
     is_public = is_public_call(method, path)

@@ -25,7 +25,7 @@ class Paging:
     after: str | None
 
 
-async def _paging(
+async def _parse_paging(
     limit: Annotated[int, Query(ge=1, le=200, description="Maximum number of items to return.", examples=[50])] = 50,
     after: Annotated[
         str | None, Query(description="Id of the last item of the previous page; older items are returned.")
@@ -36,7 +36,7 @@ async def _paging(
     return Paging(limit, after)
 
 
-PageQuery = Annotated[Paging, Depends(_paging)]
+PageQuery = Annotated[Paging, Depends(_parse_paging)]
 
 FindQuery = Annotated[
     str | None,
@@ -67,7 +67,7 @@ SearchQuery = Annotated[
 ]
 
 
-def matching(
+def search_condition(
     text: str,
     prefix: str,
     id: InstrumentedAttribute[str],
@@ -86,7 +86,7 @@ def matching(
     return or_(*parts)
 
 
-async def fetch(
+async def fetch_page(
     session: AsyncSession,
     query: Select[T],
     id: InstrumentedAttribute[str] | ColumnElement[str],

@@ -14,18 +14,18 @@ class RateLimit:
         self._seconds = seconds
         self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def exhausted(self, name: str) -> bool:
+    def is_exhausted(self, name: str) -> bool:
         """Return True if this name has none left for now."""
-        return self._level(name) > self._burst - 1
+        return self._current_level(name) > self._burst - 1
 
-    def count(self, name: str) -> None:
+    def count_attempt(self, name: str) -> None:
         """Record one of this name."""
-        level = self._level(name) + 1
+        level = self._current_level(name) + 1
         self._spent[name] = (level, time.monotonic())
         self._spent.move_to_end(name)
         while len(self._spent) > _MAX_NAMES:
             self._spent.popitem(last=False)
 
-    def _level(self, name: str) -> float:
+    def _current_level(self, name: str) -> float:
         level, since = self._spent.get(name, (0.0, 0.0))
         return max(0.0, level - (time.monotonic() - since) / self._seconds)

@@ -179,16 +179,18 @@ class Protocol(HttpToolsProtocol):
         """Refuse what the parser cannot read; `msg` is uvicorn's, which does not say what to do."""
         if self._has_too_many_fields:
             detail = f"A request may have at most {MAX_HEADER_FIELDS} headers and as many trailers; send fewer."
-            self._refuse(ApiError(431, "too_many_headers", detail))
+            self._send_error(ApiError(431, "too_many_headers", detail))
         else:
-            self._refuse(ApiError(400, "invalid_http", "This is not HTTP/1.1; send the request with an HTTP client."))
+            self._send_error(
+                ApiError(400, "invalid_http", "This is not HTTP/1.1; send the request with an HTTP client.")
+            )
 
     def _refuse_endless_headers(self) -> None:
         limit = f"{MAX_HEADER_BYTES:,} bytes"
         detail = f"The headers and the trailers of a request may have at most {limit} each; send fewer."
-        self._refuse(ApiError(431, "headers_too_large", detail))
+        self._send_error(ApiError(431, "headers_too_large", detail))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _send_error(self, error: ApiError) -> None:
         """Send an error and close the connection; only close it where this would be read as a part of a response."""
         cycle, is_open = self.cycle, not self.transport.is_closing()
         if cycle is not None:

@@ -15,7 +15,7 @@ router = APIRouter(prefix="/keys", tags=["keys"], dependencies=[AdminOnly])
 @router.post("", status_code=201)
 async def create_key(body: KeyCreate, session: Session, caller: CurrentCaller, response: Response) -> KeyCreated:
     """Create a key. The response is the only one that contains it; a repeated request creates another key."""
-    row, key = await service.create(session, body, caller.key_id)
+    row, key = await service.create_key(session, body, caller.key_id)
     response.headers["Location"] = f"/v1/keys/{row.id}"
     response.headers["Cache-Control"] = "no-store"
     return KeyCreated(**KeyView.model_validate(row).model_dump(), key=key)
@@ -24,20 +24,20 @@ async def create_key(body: KeyCreate, session: Session, caller: CurrentCaller, r
 @router.get("")
 async def list_keys(session: Session, paging: PageQuery) -> Page[KeyView]:
     """List keys, newest first, including revoked and expired ones."""
-    rows, has_more = await service.page(session, paging)
+    rows, has_more = await service.list_keys(session, paging)
     return Page(data=[KeyView.model_validate(row) for row in rows], has_more=has_more)
 
 
 @router.get("/{key_id}")
 async def get_key(key_id: str, session: Session) -> KeyView:
     """Get the name, the scopes and the state of a key."""
-    return KeyView.model_validate(await service.get(session, key_id))
+    return KeyView.model_validate(await service.get_key(session, key_id))
 
 
 @router.patch("/{key_id}")
 async def edit_key(key_id: str, body: KeyEdit, session: Session) -> KeyView:
     """Change the name or the quota of devices (`max_devices`) of a key. Null removes the quota."""
-    return KeyView.model_validate(await service.edit(session, key_id, body))
+    return KeyView.model_validate(await service.edit_key(session, key_id, body))
 
 
 @router.delete(
@@ -45,4 +45,4 @@ async def edit_key(key_id: str, body: KeyEdit, session: Session) -> KeyView:
 )
 async def revoke_key(key_id: str, session: Session) -> None:
     """Revoke a key: within 30 seconds it is rejected and its streams are closed. It stays in the list."""
-    await service.revoke(session, key_id)
+    await service.revoke_key(session, key_id)

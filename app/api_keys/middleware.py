@@ -41,23 +41,23 @@ class AuthenticationMiddleware:
             return
         if scope["type"] == "http" and not is_public(scope):
             try:
-                scope.setdefault("state", {})["caller"] = await _authenticate(scope)
+                scope.setdefault("state", {})["caller"] = await _authenticate_caller(scope)
             except ApiError as error:
-                await _refusal(scope, error)(scope, receive, send)
+                await _refusal_response(scope, error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-def _refusal(scope: Scope, error: ApiError) -> Response:
+def _refusal_response(scope: Scope, error: ApiError) -> Response:
     if error.status == 401 and is_for_people(scope):
         return RedirectResponse(f"/login?next={quote(scope['path'], safe='')}", status_code=303)
     return problem_response(scope, error)
 
 
-async def _authenticate(scope: Scope) -> Caller:
+async def _authenticate_caller(scope: Scope) -> Caller:
     caller = await _caller_of(scope)
     needed = needed_scope(scope["method"], scope["path"])
-    if not caller.may(needed):
+    if not caller.has_scope(needed):
         raise _scope_missing(caller, needed)
     return caller
 
@@ -76,19 +76,19 @@ async def _caller_of(scope: Scope) -> Caller:
             return await _by_ticket(auth, scope, tickets, stream[1])
     if (token := cookies.session_of(headers)) is not None:
         return await _by_session(auth, scope, headers, token)
-    raise _unauthorized("missing_key", f"Send your key as `Authorization: Bearer <key>`. {_CREATE_KEY}")
+    raise _unauthorized_error("missing_key", f"Send your key as `Authorization: Bearer <key>`. {_CREATE_KEY}")
 
 
 async def _by_key(auth: KeyVerifier, scope: Scope, sent: list[str]) -> Caller:
     kind, _, key = sent[0].partition(" ")
     if not key:  # such as an empty variable in the header
-        raise _unauthorized("missing_key", f"Send your key as `Authorization: Bearer <key>`. {_CREATE_KEY}")
+        raise _unauthorized_error("missing_key", f"Send your key as `Authorization: Bearer <key>`. {_CREATE_KEY}")
     caller = None
     # A malformed key never reaches the database. A valid key is accepted even if its address has no attempts left.
     if len(sent) == 1 and kind.lower() == "bearer" and KEY.fullmatch(key):
-        caller = auth.remembered(key)
+        caller = auth.cached_caller(key)
         if caller is None and not await is_surely_wrong(auth, scope, ApiKey, key):
-            caller = await _verified(auth, key, scope["path"])
+            caller = await _verify_key(auth, key, scope["path"])
     if caller is None:
         raise wrong_credentials(auth.failures, scope)
     return caller
@@ -130,7 +130,7 @@ async def _by_session(auth: KeyVerifier, scope: Scope, headers: Headers, token: 
 async def _of_token(auth: KeyVerifier, scope: Scope, kind: TokenKind, token: str) -> Caller | None:
     if not _TOKEN[kind].fullmatch(token):
         return None
-    caller = auth.remembered(token)
+    caller = auth.cached_caller(token)
     if caller is None and not await is_surely_wrong(auth, scope, Token, token):
         caller = await auth.verify_token(kind, token)
     return caller
@@ -138,21 +138,21 @@ async def _of_token(auth: KeyVerifier, scope: Scope, kind: TokenKind, token: str
 
 async def is_surely_wrong(auth: KeyVerifier, scope: Scope, table: type[ApiKey | Token], token: str) -> bool:
     """Return True for a wrong value from an address that has no attempts left, without a query for each."""
-    if not auth.failures.exhausted(_address(scope)):
+    if not auth.failures.is_exhausted(_client_address(scope)):
         return False
     try:
-        return not await auth.exists(table, token)
+        return not await auth.has_valid(table, token)
     except Exception as error:
         if as_api_error(error) is None:
             raise
         return False  # the query that follows says what is wrong with the database
 
 
-async def _verified(auth: KeyVerifier, key: str, path: str) -> Caller | None:
-    known = auth.known(key) if path in WITHOUT_DATABASE else None
+async def _verify_key(auth: KeyVerifier, key: str, path: str) -> Caller | None:
+    known = auth.recently_verified(key) if path in WITHOUT_DATABASE else None
     try:
         async with asyncio.timeout(_OUTAGE_TIMEOUT_SECONDS if known else None):
-            return await auth.verify(key)
+            return await auth.verify_key(key)
     except Exception as error:
         answer = as_api_error(error)
         if known is not None and (answer is not None or isinstance(error, TimeoutError)):
@@ -170,23 +170,23 @@ def wrong_credentials(
     + _CREATE_KEY,
 ) -> ApiError:
     """Count a failure of the request's address; return the error 401, or 429 if it has had too many."""
-    address = _address(scope)
-    if failures.exhausted(address):
+    address = _client_address(scope)
+    if failures.is_exhausted(address):
         return ApiError(
             429,
             "too_many_failures",
             "Too many wrong keys or sessions were sent from your address; wait a few seconds and use a valid one.",
             headers={"Retry-After": str(int(FAILURE_INTERVAL_SECONDS))},
         )
-    failures.count(address)
-    return _unauthorized(code, detail)
+    failures.count_attempt(address)
+    return _unauthorized_error(code, detail)
 
 
-def _unauthorized(code: str, detail: str) -> ApiError:
+def _unauthorized_error(code: str, detail: str) -> ApiError:
     return ApiError(401, code, detail, headers={"WWW-Authenticate": 'Bearer realm="anneal"'})
 
 
-def _address(scope: Scope) -> str:
+def _client_address(scope: Scope) -> str:
     """Return the address that failures are counted by: an IPv4 address, or the /64 prefix of an IPv6 client."""
     client = scope.get("client")
     try:

@@ -10,11 +10,11 @@ from sqlalchemy.orm import Session
 
 from app.api.authorization import SCOPES
 from app.api.errors import conflict, not_found
-from app.api.pagination import Paging, fetch
+from app.api.pagination import Paging, fetch_page
 from app.api_keys.verifier import digest_of, is_valid
 from app.audit.log import command_entry
 from app.config import Settings
-from app.contracts.field_types import changes
+from app.contracts.field_types import changed_fields
 from app.contracts.schemas.api_keys import KeyCreate, KeyEdit, KeyView
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
@@ -23,11 +23,11 @@ from app.tables.api_keys import ApiKey
 _PREFIX_LENGTH = len("anneal_") + 6
 
 
-async def create(session: AsyncSession, body: KeyCreate, created_by: str) -> tuple[ApiKey, str]:
+async def create_key(session: AsyncSession, body: KeyCreate, created_by: str) -> tuple[ApiKey, str]:
     """Create a key; return its row and the key itself, which cannot be retrieved again."""
     key, stored = _new_value()
     lasts = None if body.expires_days is None else timedelta(days=body.expires_days)
-    row = _row(body.name, sorted(set(body.scopes)), stored, lasts)
+    row = _key_row(body.name, sorted(set(body.scopes)), stored, lasts)
     row.created_by = created_by
     row.max_devices = body.max_devices
     session.add(row)
@@ -36,12 +36,12 @@ async def create(session: AsyncSession, body: KeyCreate, created_by: str) -> tup
     return row, key
 
 
-async def page(session: AsyncSession, paging: Paging) -> tuple[list[ApiKey], bool]:
+async def list_keys(session: AsyncSession, paging: Paging) -> tuple[list[ApiKey], bool]:
     """Return a page of keys, newest first, including revoked and expired ones."""
-    return await fetch(session, select(ApiKey), ApiKey.id, paging)
+    return await fetch_page(session, select(ApiKey), ApiKey.id, paging)
 
 
-async def get(session: AsyncSession, key_id: str) -> ApiKey:
+async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
     """Return a key; raise 404 `key_not_found` if it does not exist."""
     row = await session.get(ApiKey, key_id)
     if row is None:
@@ -49,16 +49,16 @@ async def get(session: AsyncSession, key_id: str) -> ApiKey:
     return row
 
 
-async def edit(session: AsyncSession, key_id: str, body: KeyEdit) -> ApiKey:
+async def edit_key(session: AsyncSession, key_id: str, body: KeyEdit) -> ApiKey:
     """Change the name or the quota of a key; omitted fields stay unchanged. Raises 404 `key_not_found`."""
-    row = await get(session, key_id)
-    for name, value in changes(body).items():
+    row = await get_key(session, key_id)
+    for name, value in changed_fields(body).items():
         setattr(row, name, value)
     await session.flush()
     return row
 
 
-async def revoke(session: AsyncSession, key_id: str) -> None:
+async def revoke_key(session: AsyncSession, key_id: str) -> None:
     """Revoke a key: within 30 seconds it is rejected everywhere and its streams are closed.
 
     A key that is revoked already stays so. Raises 404 `key_not_found`, and 409 `last_admin_key` if no other valid key
@@ -67,7 +67,7 @@ async def revoke(session: AsyncSession, key_id: str) -> None:
     # All calls that revoke a key lock these rows in the same order, so two of them cannot revoke the last two.
     valid = select(ApiKey.id).where(is_valid(), ApiKey.scopes.contains(["admin"])).order_by(ApiKey.id)
     admins = (await session.scalars(valid.with_for_update())).all()
-    row = await get(session, key_id)
+    row = await get_key(session, key_id)
     if list(admins) == [key_id]:
         raise conflict(
             "last_admin_key",
@@ -86,11 +86,11 @@ def create_key_sync(
     max_devices: int | None = None,
 ) -> str:
     """Create a key and return it: it cannot be retrieved again. Raises `ValueError` for unknown scopes."""
-    wanted = sorted(set(scopes))
-    if not wanted or not set(wanted) <= set(SCOPES):
-        raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(wanted) or 'none'}")
+    sorted_scopes = sorted(set(scopes))
+    if not sorted_scopes or not set(sorted_scopes) <= set(SCOPES):
+        raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(sorted_scopes) or 'none'}")
     key, stored = _new_value()
-    row = _row(name, wanted, stored, expires_in)
+    row = _key_row(name, sorted_scopes, stored, expires_in)
     row.max_devices = max_devices
     with _sync_session(settings) as session, session.begin():
         session.add(row)
@@ -107,12 +107,12 @@ def renew_admin_key_sync(settings: Settings, key_id: str, name: str) -> tuple[st
     key, stored = _new_value()
     valid = update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(**stored)
     with _sync_session(settings) as session, session.begin():
-        found = session.scalar(valid.returning(ApiKey.id))
-        if found is None:
-            found = new_id("key")
-            session.add(ApiKey(id=found, name=name, **stored, scopes=["admin"]))
-        session.execute(command_entry("keys create", found))
-    return found, key
+        renewed_id = session.scalar(valid.returning(ApiKey.id))
+        if renewed_id is None:
+            renewed_id = new_id("key")
+            session.add(ApiKey(id=renewed_id, name=name, **stored, scopes=["admin"]))
+        session.execute(command_entry("keys create", renewed_id))
+    return renewed_id, key
 
 
 def list_keys_sync(settings: Settings) -> list[KeyView]:
@@ -128,7 +128,7 @@ def edit_key_sync(settings: Settings, key_id: str, body: KeyEdit) -> KeyView | N
         row = session.get(ApiKey, key_id)
         if row is None:
             return None
-        for name, value in changes(body).items():
+        for name, value in changed_fields(body).items():
             setattr(row, name, value)
         session.flush()
         session.execute(command_entry("keys edit", key_id))
@@ -143,13 +143,13 @@ def revoke_key_sync(settings: Settings, key_id: str) -> bool:
     revoked = update(ApiKey).where(ApiKey.id == key_id).returning(ApiKey.id)
     with _sync_session(settings) as session, session.begin():
         at = func.coalesce(ApiKey.revoked_at, func.now())
-        found = session.scalar(revoked.values(revoked_at=at)) is not None
-        if found:
+        is_revoked = session.scalar(revoked.values(revoked_at=at)) is not None
+        if is_revoked:
             session.execute(command_entry("keys revoke", key_id))
-        return found
+        return is_revoked
 
 
-def _row(name: str, scopes: list[str], stored: dict[str, str], expires_in: timedelta | None) -> ApiKey:
+def _key_row(name: str, scopes: list[str], stored: dict[str, str], expires_in: timedelta | None) -> ApiKey:
     expires_at = None if expires_in is None else func.now() + expires_in
     return ApiKey(id=new_id("key"), name=name, **stored, scopes=scopes, expires_at=expires_at)
 

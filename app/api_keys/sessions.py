@@ -24,7 +24,7 @@ own_calls = RateLimit(_BURST, _SECONDS_EACH)
 
 async def _limit_own_calls(caller: CurrentCaller) -> None:
     """Limit calls that store rows although the key may change nothing."""
-    if own_calls.exhausted(caller.key_id):
+    if own_calls.is_exhausted(caller.key_id):
         raise ApiError(
             429,
             "too_many_calls",
@@ -32,7 +32,7 @@ async def _limit_own_calls(caller: CurrentCaller) -> None:
             "valid for ten minutes.",
             headers={"Retry-After": "1"},
         )
-    own_calls.count(caller.key_id)
+    own_calls.count_attempt(caller.key_id)
 
 
 _OwnCallLimit = Depends(_limit_own_calls)
@@ -53,7 +53,7 @@ async def create_session(body: SessionCreate, request: Request, response: Respon
     """
     auth: KeyVerifier = request.app.state.auth
     caller = await _signing_in(auth, body, request, session)
-    token, ends = await tokens.create(session, "session", caller.key_id)
+    token, ends = await tokens.create_token(session, "session", caller.key_id)
     # Behind a proxy that terminates TLS this server sees plain HTTP; browsers send the scheme of their page.
     is_secure = request.headers.get("origin", "").startswith("https://") or request.url.scheme == "https"
     response.set_cookie(
@@ -65,7 +65,7 @@ async def create_session(body: SessionCreate, request: Request, response: Respon
         samesite="strict",
     )
     request.scope["state"]["caller"] = caller
-    AuditedCall(request.scope).write(session, 201, caller.key_id)
+    AuditedCall(request.scope).write_entry(session, 201, caller.key_id)
     return SessionRead(
         credential="session",
         key_id=caller.key_id,
@@ -85,7 +85,7 @@ async def _signing_in(auth: KeyVerifier, body: SessionCreate, request: Request, 
         return caller
     key = body.key or ""
     is_wrong = KEY.fullmatch(key) is None or await is_surely_wrong(auth, request.scope, ApiKey, key)
-    caller = None if is_wrong else await auth.verify(key)
+    caller = None if is_wrong else await auth.verify_key(key)
     if caller is None:
         raise wrong_credentials(auth.failures, request.scope)
     return caller
@@ -110,7 +110,7 @@ async def delete_session(request: Request, response: Response, session: Session)
     if token is None:
         return
     await tokens.end_session(session, token)
-    request.app.state.auth.forget(token)
+    request.app.state.auth.forget_session(token)
     for is_secure in (True, False):
         name = cookies.name_of(request.headers, is_secure=is_secure)
         response.delete_cookie(name, secure=is_secure, httponly=True, samesite="strict")
@@ -119,7 +119,7 @@ async def delete_session(request: Request, response: Response, session: Session)
 @router.post("/session/links", status_code=201, dependencies=[_OwnCallLimit])
 async def create_link(request: Request, response: Response, caller: CurrentCaller, session: Session) -> LinkRead:
     """Create a link that signs a browser in as this caller. It works once, within ten minutes."""
-    token, ends = await tokens.create(session, "link", caller.key_id)
+    token, ends = await tokens.create_token(session, "link", caller.key_id)
     response.headers["Cache-Control"] = "no-store"
     return LinkRead(url=f"{request.url.scheme}://{request.headers['host']}/login#{token}", expires_at=ends)
 
@@ -141,5 +141,5 @@ async def create_ticket(caller: CurrentCaller, session: Session, body: TicketCre
         run_id = await session.scalar(select(Run.id).where(Run.id == body.run_id))
         if run_id is None:
             raise not_found("run", body.run_id)
-    token, ends = await tokens.create(session, "ticket", caller.key_id, run_id)
+    token, ends = await tokens.create_token(session, "ticket", caller.key_id, run_id)
     return TicketRead(ticket=token, run_id=run_id, expires_at=ends)

@@ -19,7 +19,9 @@ LASTS: dict[Kind, timedelta] = {
 }
 
 
-async def create(session: AsyncSession, kind: Kind, key_id: str, run_id: str | None = None) -> tuple[str, datetime]:
+async def create_token(
+    session: AsyncSession, kind: Kind, key_id: str, run_id: str | None = None
+) -> tuple[str, datetime]:
     """Create a token that acts for a key; return it and its end. Expired tokens are deleted on the occasion."""
     await session.execute(delete(Token).where(Token.expires_at <= func.now()))
     token = f"anneal-{kind}_{secrets.token_urlsafe(32)}"
@@ -36,8 +38,8 @@ async def redeem_link(session: AsyncSession, link: str) -> str | None:
         .where(Token.digest == digest_of(link), Token.kind == "link")
         .returning(Token.key_id, Token.expires_at > func.now())
     )
-    found = (await session.execute(gone)).one_or_none()
-    return found[0] if found is not None and found[1] else None
+    token = (await session.execute(gone)).one_or_none()
+    return token[0] if token is not None and token[1] else None
 
 
 async def caller_of(session: AsyncSession, key_id: str) -> Caller | None:

@@ -42,7 +42,7 @@ class KeyVerifier:
         self._digests_turn = asyncio.Lock()
         self.failures = FailureLimit()
 
-    async def exists(self, table: type[ApiKey | Token], token: str) -> bool:
+    async def has_valid(self, table: type[ApiKey | Token], token: str) -> bool:
         """Return True if a valid key, or a session or ticket, has this value.
 
         Unlike `verify`, any number of calls costs one query a second: for addresses that have sent many wrong values. A
@@ -58,17 +58,17 @@ class KeyVerifier:
                 self._digests[table] = digests, time.monotonic() + _DIGESTS_SECONDS
         return digest in digests
 
-    def remembered(self, key: str) -> Caller | None:
+    def cached_caller(self, key: str) -> Caller | None:
         """Return the cached caller of a key that was verified in the last ten seconds."""
         caller, until = self._callers.get(digest_of(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
-    def known(self, key: str) -> Caller | None:
+    def recently_verified(self, key: str) -> Caller | None:
         """Return the caller of a key verified within the last `OUTAGE_SECONDS`, for use during an outage."""
         caller, until = self._recently_verified.get(digest_of(key), (None, 0.0))
         return caller if time.monotonic() < until else None
 
-    async def verify(self, key: str) -> Caller | None:
+    async def verify_key(self, key: str) -> Caller | None:
         """Return the caller of this key, or None if the key is unknown, expired or revoked."""
         digest = digest_of(key)
         idle = func.coalesce(ApiKey.last_used_at < func.now() - timedelta(minutes=1), True)
@@ -109,7 +109,7 @@ class KeyVerifier:
         _cache_value(self._callers, digest, (caller, time.monotonic() + min(CACHE_SECONDS, float(remaining))))
         return caller
 
-    def forget(self, token: str) -> None:
+    def forget_session(self, token: str) -> None:
         """Drop what is cached about a session that was ended."""
         self._callers.pop(digest_of(token), None)
 
@@ -123,12 +123,12 @@ class KeyVerifier:
             return verdict
         try:
             async with self._sessions() as session:
-                found = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, is_valid()))
+                valid_id = await session.scalar(select(ApiKey.id).where(ApiKey.id == key_id, is_valid()))
         except Exception as error:
             if as_api_error(error) is None:
                 raise
         else:
-            verdict = found is not None
+            verdict = valid_id is not None
         _cache_value(self._validity, key_id, (verdict, time.monotonic() + CACHE_SECONDS))
         return verdict
 

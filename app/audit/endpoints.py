@@ -7,8 +7,8 @@ from pydantic import AwareDatetime
 
 from app.api.authorization import AdminOnly
 from app.api.dependencies import Session
-from app.api.pagination import PageQuery, fetch
-from app.audit.log import Filters, listing
+from app.api.pagination import PageQuery, fetch_page
+from app.audit.log import Filters, select_entries
 from app.contracts.schemas.audit import AuditView
 from app.contracts.schemas.page import Page
 from app.tables.audit import AuditEntry
@@ -29,5 +29,5 @@ async def list_calls(
     ] = None,
 ) -> Page[AuditView]:
     """List calls that made or attempted changes, newest first: caller, action and time, never the request body."""
-    rows, has_more = await fetch(session, listing(Filters(key_id, resource, since)), AuditEntry.id, paging)
+    rows, has_more = await fetch_page(session, select_entries(Filters(key_id, resource, since)), AuditEntry.id, paging)
     return Page(data=[AuditView.model_validate(row) for row in rows], has_more=has_more)

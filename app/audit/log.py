@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
-from app.api.errors import printable, request_id
+from app.api.errors import request_id, to_printable
 from app.api.middleware.request_metrics import route_template
 from app.infra.ids import id_at, new_id
 from app.tables.audit import AuditEntry
@@ -29,17 +29,17 @@ class AuditedCall:
         self.is_written = False
         self._scope = scope
 
-    def record(self, request: Request, response: Response, session: AsyncSession) -> None:
+    def record_change(self, request: Request, response: Response, session: AsyncSession) -> None:
         """Add the record to the transaction of an endpoint, which is about to be committed."""
         usual = getattr(request.scope.get("route"), "status_code", None) or 200
         # The id of a created resource is not in the request's path, but in the Location header of the response.
-        self.write(session, response.status_code or usual, created_resource_id(response.headers))
+        self.write_entry(session, response.status_code or usual, created_resource_id(response.headers))
 
-    def write(self, session: AsyncSession, status: int, resource: str | None) -> None:
+    def write_entry(self, session: AsyncSession, status: int, resource: str | None) -> None:
         """Add the entry to the session's transaction."""
-        session.add(AuditEntry(**self.row(status, resource)))
+        session.add(AuditEntry(**self.entry_values(status, resource)))
 
-    def row(self, status: int | None, resource: str | None) -> dict[str, Any]:
+    def entry_values(self, status: int | None, resource: str | None) -> dict[str, Any]:
         """Return the column values of the call's entry."""
         scope = self._scope
         caller = scope["state"]["caller"]
@@ -48,9 +48,9 @@ class AuditedCall:
             resource = next(reversed(scope.get("path_params", {}).values()), None)
         return {
             "id": new_id("aud"),
-            "method": printable(scope["method"], 20),
+            "method": to_printable(scope["method"], 20),
             "route": route_template(scope),
-            "resource": None if resource is None else printable(str(resource), _LONGEST),
+            "resource": None if resource is None else to_printable(str(resource), _LONGEST),
             "key_id": caller.key_id,
             "key_name": caller.name,
             "address": client[0] if client else None,
@@ -98,7 +98,7 @@ class Filters:
     since: datetime | None = None
 
 
-def listing(filters: Filters) -> "Select[AuditEntry]":
+def select_entries(filters: Filters) -> "Select[AuditEntry]":
     """Select the matching entries, unordered."""
     query = select(AuditEntry)
     if filters.key_id is not None:

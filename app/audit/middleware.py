@@ -51,7 +51,7 @@ class AuditMiddleware:
             await self.app(scope, receive, observed)
         finally:
             if not call.is_written:
-                await self._write_if_few(scope, call.row(status, resource))
+                await self._write_if_few(scope, call.entry_values(status, resource))
 
     async def _write_if_few(self, scope: Scope, row: dict[str, object]) -> None:
         """Write the entry of a call that changed nothing: of each key a burst, then one a second.
@@ -59,15 +59,15 @@ class AuditMiddleware:
         Otherwise a key that may change nothing could fill the database with refused calls.
         """
         key_id = str(row["key_id"])
-        if self._changed_nothing.exhausted(key_id):
+        if self._changed_nothing.is_exhausted(key_id):
             self._left_out[key_id] = self._left_out.get(key_id, 0) + 1
             return
-        self._changed_nothing.count(key_id)
+        self._changed_nothing.count_attempt(key_id)
         if left_out := self._left_out.pop(key_id, 0):
             log.warning("key %s: %d calls that changed nothing are not in the audit log: too many", key_id, left_out)
-        await self._write(scope, row)
+        await self._write_entry(scope, row)
 
-    async def _write(self, scope: Scope, row: dict[str, object]) -> None:
+    async def _write_entry(self, scope: Scope, row: dict[str, object]) -> None:
         """Write the entry, or log it if the database fails; the response is sent already and nothing was changed."""
         try:
             async with scope["app"].state.sessions() as session, session.begin():

@@ -25,15 +25,15 @@ from app.infra.broker import Broker
 from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs import serializers, service
-from app.runs.creation import RunTransaction, create
+from app.runs.creation import RunTransaction, create_run
 from app.runs.estimates import service as estimates
 from app.runs.estimates.store import estimate_and_store
-from app.runs.evaluation import evaluate
+from app.runs.evaluation import create_evaluation
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
-from app.runs.export import export
+from app.runs.export import create_export
 from app.runs.logs import lines
-from app.runs.resume import resume
+from app.runs.resume import resume_run
 from app.runs.validation.config import config_problems
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
@@ -79,53 +79,53 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
             raise validation_failed(
                 [FieldError(field=f"config.{one.field}", code=one.code, message=one.message) for one in problems]
             )
-        asked = normalize_numbers(config)
-        given = sorted(given_fields(asked))
-        options = asked if self.rules.options is None else {k: v for k, v in asked.items() if k != "extra"}
+        normalized = normalize_numbers(config)
+        user_set_fields = sorted(given_fields(normalized))
+        options = normalized if self.rules.options is None else {k: v for k, v in normalized.items() if k != "extra"}
         subject = estimates.Subject(
             TrainingConfig.model_validate(options),
-            given,
+            user_set_fields,
             self.capabilities.name,
             Data(dataset_size, None),
             self.rules.loads_model,
         )
-        return await estimates.estimate(self._sessions, self._settings, self._storage, subject)
+        return await estimates.estimate_run(self._sessions, self._settings, self._storage, subject)
 
     async def create_run(self, transaction: RunTransaction, request: RunCreate, run_id: str | None = None) -> Run:
         """Insert the run; after the commit, send a hint to the workers and estimate the run."""
-        run = await create(transaction, self._settings, self._storage, request, run_id)
-        self._announce(transaction)
+        run = await create_run(transaction, self._settings, self._storage, request, run_id)
+        self._announce_run(transaction)
         if self.rules.loads_model:
             transaction.after_commit.add_task(estimate_and_store, self._sessions, self._settings, self._storage, run)
         return run
 
     async def evaluate_model(self, transaction: RunTransaction, request: EvaluationCreate) -> Run:
         """Insert the run; after the commit, send a hint to the workers."""
-        run = await evaluate(transaction, self._settings, self._storage, request)
-        self._announce(transaction)
+        run = await create_evaluation(transaction, self._settings, self._storage, request)
+        self._announce_run(transaction)
         return run
 
     async def stop_run(
         self, transaction: RunTransaction, run_id: str, mode: StopMode, grace_seconds: float | None = None
     ) -> Run:
         """Store the request; after the commit, notify the run's worker and its readers."""
-        run = await service.stop(transaction.session, run_id, mode, grace_seconds)
+        run = await service.stop_run(transaction.session, run_id, mode, grace_seconds)
         transaction.after_commit.add_task(self._queue.call_worker, run_id)
-        transaction.after_commit.add_task(self._queue.wake, run_id)
+        transaction.after_commit.add_task(self._queue.wake_streams, run_id)
         return run
 
     async def resume_run(self, transaction: RunTransaction, run_id: str, request: RunResume) -> Run:
         """Insert the run that continues `run_id`; after the commit, send a hint to the workers."""
-        run = await resume(transaction, self._settings, self._storage, run_id, request)
-        self._announce(transaction)
+        run = await resume_run(transaction, self._settings, self._storage, run_id, request)
+        self._announce_run(transaction)
         return run
 
     async def export_checkpoint(
         self, transaction: RunTransaction, run_id: str, checkpoint_id: str, request: CheckpointExport
     ) -> Run:
         """Insert the run that exports a checkpoint; after the commit, send a hint to the workers."""
-        run = await export(transaction, self._settings, run_id, checkpoint_id, request)
-        self._announce(transaction)
+        run = await create_export(transaction, self._settings, run_id, checkpoint_id, request)
+        self._announce_run(transaction)
         return run
 
     async def launch(self, run: TrainingRun, dataset_path: Path, output_dir: Path) -> str:
@@ -140,40 +140,42 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         if not is_id(run.run_id, "run") or output_dir != self._storage.run_dir(run.run_id):
             message = f"must be the run's folder below {self._storage.root}, and the run's id must have the form run_…"
             raise validation_failed([FieldError(field="output_dir", code="outside_storage", message=message)])
-        async with self._transaction() as transaction:
+        async with self._begin_transaction() as transaction:
             await self.create_run(transaction, request, run.run_id)
         return run.run_id
 
     async def get_status(self, run_id: str) -> RunRead:
         """Return the run with its newest metrics."""
         async with self._sessions() as session:
-            return await serializers.run_read(session, self._storage, await service.get(session, run_id))
+            return await serializers.run_read(session, self._storage, await service.get_run(session, run_id))
 
     async def stream_logs(self, run_id: str) -> AsyncIterator[str]:
         """Yield stored lines, then new ones until the run has ended."""
         async with self._sessions() as session:
-            run = await service.get(session, run_id)
-        async for line in lines.lines(self._streams.batches(RunSource(run_id), run.first_seq - 1), grep=None):
+            run = await service.get_run(session, run_id)
+        async for line in lines.follow_lines(
+            self._streams.stream_batches(RunSource(run_id), run.first_seq - 1), grep=None
+        ):
             yield line
 
     async def stop(self, run_id: str, save_checkpoint: bool = True) -> None:
         """Request a stop; raise 409 if the run has already ended by itself."""
-        async with self._transaction() as transaction:
+        async with self._begin_transaction() as transaction:
             await self.stop_run(transaction, run_id, "checkpoint" if save_checkpoint else "discard")
 
     async def resume(self, run_id: str, checkpoint_path: Path | None = None) -> str:
         """Create a run that resumes from the checkpoint in that folder, or from the newest restorable one."""
         path = None if checkpoint_path is None else str(checkpoint_path)
-        async with self._transaction() as transaction:
+        async with self._begin_transaction() as transaction:
             child = await self.resume_run(transaction, run_id, RunResume(checkpoint_path=path))
         return child.id
 
-    def _announce(self, transaction: RunTransaction) -> None:
+    def _announce_run(self, transaction: RunTransaction) -> None:
         """After the commit, send a hint to the workers."""
-        transaction.after_commit.add_task(self._queue.hint)
+        transaction.after_commit.add_task(self._queue.wake_workers)
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[RunTransaction]:
+    async def _begin_transaction(self) -> AsyncIterator[RunTransaction]:
         """Provide a transaction of its own, followed by the tasks for after its commit."""
         after_commit = BackgroundTasks()
         async with self._sessions() as session:

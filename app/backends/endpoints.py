@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import CurrentSettings, Session, release
+from app.api.dependencies import CurrentSettings, Session, release_connection
 from app.api.errors import not_found
 from app.config import Settings
 from app.contracts.backends import BackendRead, BackendRules
@@ -34,14 +34,15 @@ async def get_config_schema() -> dict[str, Any]:
     `x-groups` has its fields by group, and `x-method-defaults` the defaults that depend on the method, with an adapter
     and without (`full`).
     """
-    return groups.schema()
+    return groups.config_schema()
 
 
 @router.get("/backends")
 async def list_backends(session: Session, settings: CurrentSettings) -> Page[BackendRead]:
     """List the backends on which runs can execute."""
     return Page(
-        data=[await _read(session, settings, rules) for rules in shown_backends(settings).values()], has_more=False
+        data=[await _read_backend(session, settings, rules) for rules in shown_backends(settings).values()],
+        has_more=False,
     )
 
 
@@ -50,14 +51,14 @@ async def get_backend(name: str, session: Session, settings: CurrentSettings) ->
     """Get a backend and its capabilities."""
     if (rules := shown_backends(settings).get(name)) is None:
         raise not_found("backend", name)
-    return await _read(session, settings, rules)
+    return await _read_backend(session, settings, rules)
 
 
-async def _read(session: AsyncSession, settings: Settings, rules: BackendRules) -> BackendRead:
+async def _read_backend(session: AsyncSession, settings: Settings, rules: BackendRules) -> BackendRead:
     name, largest = rules.capabilities.name, None
     devices = await online_devices(session, settings, name) if rules.loads_model else []
     if devices and (memory := devices[0].memory_mb) is not None:
-        await release(session)
+        await release_connection(session)
         largest = await asyncio.to_thread(largest_model, devices[0].kind, memory)
     return BackendRead(
         id=name,

@@ -20,7 +20,7 @@ class RayBackend(CeleryBackend):
         super().__init__(*arguments)
         self._wake = wake
 
-    def _announce(self, transaction: RunTransaction) -> None:
+    def _announce_run(self, transaction: RunTransaction) -> None:
         transaction.after_commit.add_task(self._begin_round)
 
     async def stop_run(

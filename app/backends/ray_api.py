@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.infra.errors import EXIT_TRY_LATER
-from app.infra.redaction import redact
+from app.infra.redaction import redact_secrets
 from app.infra.terminal_text import plain_line
 
 if TYPE_CHECKING:  # an API without a cluster does not wait for this import
@@ -85,43 +85,43 @@ class RayApi:
         """Close the connections."""
         await self._http.aclose()
 
-    async def job(self, job_id: str) -> Job | None:
+    async def get_job(self, job_id: str) -> Job | None:
         """Return a job; None if the cluster does not have it."""
-        response = await self._call("GET", f"/api/jobs/{job_id}")
+        response = await self._send_request("GET", f"/api/jobs/{job_id}")
         if response.status_code == 404:
             return None
-        found = self._json(response)
-        code = found.get("driver_exit_code")
-        message = last_line(str(found.get("message") or ""))
-        return Job(str(found.get("status")), message, code if isinstance(code, int) else None)
+        document = self._parse_json(response)
+        code = document.get("driver_exit_code")
+        message = last_line(str(document.get("message") or ""))
+        return Job(str(document.get("status")), message, code if isinstance(code, int) else None)
 
-    async def nodes(self) -> list[Node]:
+    async def list_nodes(self) -> list[Node]:
         """Return the nodes that are alive, from the API behind `ray list nodes`."""
-        response = await self._call("GET", "/api/v0/nodes", params={"limit": _MOST_NODES})
+        response = await self._send_request("GET", "/api/v0/nodes", params={"limit": _MOST_NODES})
         try:
-            rows = self._json(response)["data"]["result"]["result"]
+            rows = self._parse_json(response)["data"]["result"]["result"]
             return [Node(dict(row["resources_total"]), dict(row["labels"])) for row in rows if row["state"] == "ALIVE"]
         except (KeyError, TypeError, ValueError) as error:
             raise RayError(f"it lists its nodes in an unknown form: {type(error).__name__}") from error
 
-    async def submit(self, job_id: str, entrypoint: str, environment: dict[str, str]) -> None:
+    async def submit_job(self, job_id: str, entrypoint: str, environment: dict[str, str]) -> None:
         """Submit a job; a job that has this id already stays as it is.
 
         `environment` is visible to everyone who can read jobs.
         """
         body = {"submission_id": job_id, "entrypoint": entrypoint, "runtime_env": {"env_vars": environment}}
-        response = await self._call("POST", "/api/jobs/", json=body)
+        response = await self._send_request("POST", "/api/jobs/", json=body)
         # Ray responds with 500 to an id that exists, which is also that of a request whose response was lost.
-        if not response.is_success and await self.job(job_id) is None:
-            raise self._unexpected(response)
+        if not response.is_success and await self.get_job(job_id) is None:
+            raise self._unexpected_response(response)
 
-    async def stop(self, job_id: str) -> None:
+    async def stop_job(self, job_id: str) -> None:
         """Send SIGTERM to a job, if it still runs."""
-        response = await self._call("POST", f"/api/jobs/{job_id}/stop")
+        response = await self._send_request("POST", f"/api/jobs/{job_id}/stop")
         if response.status_code != 404:
-            self._json(response)
+            self._parse_json(response)
 
-    async def _call(self, method: str, path: str, **options: Any) -> "httpx.Response":
+    async def _send_request(self, method: str, path: str, **options: Any) -> "httpx.Response":
         try:
             async with asyncio.timeout(_CALL_SECONDS):
                 return await self._http.request(method, path, **options)
@@ -129,16 +129,16 @@ class RayApi:
             kind = RayUnreachable if isinstance(error, self._no_connection) else RayError
             raise kind(str(error) or type(error).__name__) from error
 
-    def _json(self, response: "httpx.Response") -> dict[str, Any]:
+    def _parse_json(self, response: "httpx.Response") -> dict[str, Any]:
         try:
-            found = response.json() if response.is_success else None
+            document = response.json() if response.is_success else None
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise self._unexpected(response)
-        return found
+            document = None
+        if not isinstance(document, dict):
+            raise self._unexpected_response(response)
+        return document
 
-    def _unexpected(self, response: "httpx.Response") -> RayError:
+    def _unexpected_response(self, response: "httpx.Response") -> RayError:
         if response.status_code in (401, 403):
             return RayError(f"it rejects the token ({response.status_code}): set ANNEAL_RAY_TOKEN to the cluster's")
         return RayError(f"it responds with status {response.status_code}: {last_line(response.text)}")
@@ -147,4 +147,4 @@ class RayApi:
 def last_line(text: str) -> str:
     """Return the last line of a text that is not empty, short, and without credentials."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return plain_line(redact(lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""
+    return plain_line(redact_secrets(lines[-1].strip()))[:_MOST_CHARACTERS] if lines else ""

@@ -124,7 +124,7 @@ class RayJobs:
         self._settings = settings
         self._api = RayApi(settings.ray_url, settings.ray_token) if settings.ray_url else None
         self._task: asyncio.Task[None] | None = None
-        self._wanted = asyncio.Event()
+        self._round_requested = asyncio.Event()
         self._trouble: str | None = None
         self._nodes: list[Node] | None = None
         """Nodes of the cluster when they were last known."""
@@ -133,7 +133,7 @@ class RayJobs:
 
     async def start(self) -> None:
         """Start the loop."""
-        self._task = asyncio.create_task(self._loop(), name="ray jobs")
+        self._task = asyncio.create_task(self._run_rounds(), name="ray jobs")
 
     async def stop(self) -> None:
         """Stop the loop; jobs go on."""
@@ -142,29 +142,31 @@ class RayJobs:
         if self._api:
             await self._api.close()
 
-    def wake(self) -> None:
+    def start_round(self) -> None:
         """Begin the next round now."""
-        self._wanted.set()
+        self._round_requested.set()
 
-    async def _loop(self) -> None:
+    async def _run_rounds(self) -> None:
         while True:
-            self._wanted.clear()
+            self._round_requested.clear()
             try:
-                await self.round()
+                await self.do_round()
             except Exception as error:  # without this loop no run of the cluster would start again
                 if not is_away(error) and not isinstance(error, OSError):  # the dispatcher reports those
                     log.exception("ray: a round failed")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), _SECONDS if self._api else _SECONDS_WITHOUT_CLUSTER)
+                await asyncio.wait_for(
+                    self._round_requested.wait(), _SECONDS if self._api else _SECONDS_WITHOUT_CLUSTER
+                )
 
-    async def round(self) -> None:
+    async def do_round(self) -> None:
         """Do one round, unless another replica is doing one."""
         async with self._engine.begin() as lock:
             if await lock.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
-                await self._choose()
+                await self._choose_runs()
                 await self._settle_all()
 
-    async def _choose(self) -> None:
+    async def _choose_runs(self) -> None:
         """Note the next pending runs for which jobs are to be submitted; explain why the others wait."""
         async with self._engine.begin() as connection:
             await connection.execute(_FORGET)
@@ -178,15 +180,15 @@ class RayJobs:
                 if reason is not None:
                     reasons.append((run, reason))
                     continue
-                for one in leaving:
-                    await self._withdraw(connection, one, run)
-                    held.remove(one)
-                    reasons.append((one, _queued()))
+                for job in leaving:
+                    await self._withdraw_job(connection, job, run)
+                    held.remove(job)
+                    reasons.append((job, _queued_reason()))
                 await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
                 held.append(run)
-        await self._explain(reasons)
+        await self._store_reasons(reasons)
 
-    async def _withdraw(self, connection: AsyncConnection, last: Any, run: Any) -> None:
+    async def _withdraw_job(self, connection: AsyncConnection, last: Any, run: Any) -> None:
         """Requeue a run whose job makes room for that of another; a later step of the round stops that job."""
         pause = 0.0 if last.priority < run.priority else _TURN_SECONDS
         reason = f"Ray job {_job_id(last)} gives its place to {run.run_id}, since Ray has not placed it"
@@ -198,7 +200,7 @@ class RayJobs:
         async with self._engine.begin() as connection:
             jobs = (await connection.execute(_JOBS)).all()
         if self._api is None:
-            await self._explain([(job, ray_reasons.not_configured()) for job in jobs if _is_waiting(job)])
+            await self._store_reasons([(job, ray_reasons.not_configured()) for job in jobs if _is_waiting(job)])
             return
         jobs = self._from_where_the_last_round_stopped(jobs)
         settled: dict[tuple[str, int], PendingReason | None] = {}
@@ -207,115 +209,117 @@ class RayJobs:
         try:
             async with asyncio.timeout(_ROUND_SECONDS):
                 for job in jobs:
-                    current = _key(job)
+                    current = _lease_key(job)
                     try:
-                        settled[current] = await self._settle(self._api, job)
+                        settled[current] = await self._settle_job(self._api, job)
                         responds = True
                     except RayUnreachable:
                         raise
                     except RayError as error:  # the next job may have more luck: only some calls need the head's agent
                         trouble = error
-                        settled[current] = ray_reasons.unreachable(error) if _is_waiting(job) else None
+                        settled[current] = ray_reasons.unreachable_reason(error) if _is_waiting(job) else None
                     except Exception as error:
                         if is_away(error):
                             raise
                         log.exception("ray: job %s cannot be settled, trying again", _job_id(job))
                         settled[current] = None
-                placing = [job for job in jobs if (why := settled[_key(job)]) and why.code in _PLACING]
+                placing = [job for job in jobs if (why := settled[_lease_key(job)]) and why.code in _PLACING]
                 if placing and trouble is None:
                     await self._look_at_nodes(self._api)
-                    settled |= {_key(job): ray_reasons.placing(job, _job_id(job), self._nodes) for job in placing}
+                    settled |= {
+                        _lease_key(job): ray_reasons.placing_reason(job, _job_id(job), self._nodes) for job in placing
+                    }
         except RayUnreachable as error:
             trouble, responds = error, False
         except TimeoutError:
             trouble = trouble or RayError("it takes too long")
             self._stopped_at = current
         if trouble is not None and not responds:  # then the jobs that were not reached wait for the same reason
-            reason = ray_reasons.unreachable(trouble)
-            settled = {_key(job): settled.get(_key(job), reason) for job in jobs if _is_waiting(job)}
-        self._report(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
-        await self._explain([(job, why) for job in jobs if (why := settled.get(_key(job))) is not None])
+            reason = ray_reasons.unreachable_reason(trouble)
+            settled = {_lease_key(job): settled.get(_lease_key(job), reason) for job in jobs if _is_waiting(job)}
+        self._report_trouble(None if trouble is None else f"{self._api.url} does not respond: {trouble}")
+        await self._store_reasons([(job, why) for job in jobs if (why := settled.get(_lease_key(job))) is not None])
 
     async def _look_at_nodes(self, api: RayApi) -> None:
         """Look at what the cluster has, which only explains why a job waits: without it, that is as it was."""
         try:
-            self._nodes = await api.nodes()
+            self._nodes = await api.list_nodes()
         except RayError as error:
             log.debug("ray: the nodes are not known: %s", error)
 
     def _from_where_the_last_round_stopped(self, jobs: Sequence[Any]) -> Sequence[Any]:
         """Return the jobs in an order in which those come first that the last round has not reached."""
-        keys = [_key(job) for job in jobs]
+        keys = [_lease_key(job) for job in jobs]
         first = keys.index(self._stopped_at) + 1 if self._stopped_at in keys else 0
         self._stopped_at = None
         return [*jobs[first:], *jobs[:first]]
 
-    async def _settle(self, api: RayApi, job: Any) -> PendingReason | None:
+    async def _settle_job(self, api: RayApi, job: Any) -> PendingReason | None:
         """Submit the job of a run that waits for it, stop that of one that needs it no more; return why a run waits."""
         if _is_claimed(job):
             return None
         job_id = _job_id(job)
-        found = await api.job(job_id)
+        ray_job = await api.get_job(job_id)
         if not _is_waiting(job):
-            await self._leave(api, job, job_id, found)
+            await self._stop_job(api, job, job_id, ray_job)
             return None
-        if found is None:
-            await api.submit(job_id, _entrypoint(job), self._environment())
+        if ray_job is None:
+            await api.submit_job(job_id, _build_entrypoint(job), self._job_environment())
             log.info("ray: job %s is submitted", job_id, extra={"run_id": job.run_id})
-        elif found.has_ended:
-            return await self._retry(job, job_id, found)
-        return ray_reasons.placing(job, job_id, self._nodes)
+        elif ray_job.has_ended:
+            return await self._requeue_run(job, job_id, ray_job)
+        return ray_reasons.placing_reason(job, job_id, self._nodes)
 
-    async def _leave(self, api: RayApi, job: Any, job_id: str, found: Job | None) -> None:
+    async def _stop_job(self, api: RayApi, job: Any, job_id: str, ray_job: Job | None) -> None:
         """Let a worker that has had the run end by itself, then stop the job; a job without a claim at once."""
         key = {"run_id": job.run_id, "epoch": job.lease_epoch}
-        if found is None and (job.left_ago or 0) < _LOST_SECONDS:
-            await self._execute(_LEAVE, key)  # Ray may still execute a submission whose response was lost
+        if ray_job is None and (job.left_ago or 0) < _LOST_SECONDS:
+            await self._execute_statement(_LEAVE, key)  # Ray may still execute a submission whose response was lost
             return
-        if found is None or found.has_ended:
-            await self._execute(_DELETE, key)
+        if ray_job is None or ray_job.has_ended:
+            await self._execute_statement(_DELETE, key)
             return
         was_claimed = job.current_epoch is not None and job.current_epoch > job.lease_epoch
         if job.left_ago is None:
-            await self._execute(_LEAVE, key)
+            await self._execute_statement(_LEAVE, key)
         if not was_claimed or (job.left_ago or 0) > _END_SECONDS:
-            await api.stop(job_id)
+            await api.stop_job(job_id)
 
-    async def _retry(self, job: Any, job_id: str, found: Job) -> PendingReason | None:
+    async def _requeue_run(self, job: Any, job_id: str, ray_job: Job) -> PendingReason | None:
         """Requeue a run whose job has ended without a claim, and return why it waits; too many failures fail it."""
-        why = found.last_line or f"it is {found.status}, and no worker has claimed the run"
+        why = ray_job.last_line or f"it is {ray_job.status}, and no worker has claimed the run"
         reason = f"Ray job {job_id} ended before a worker claimed the run: {why}"
         tries = 0 if job.age > _LONG_SECONDS else job.tries
         later = min(_LATER_SECONDS * 2 ** min(tries, _MOST_DOUBLINGS), _MOST_LATER_SECONDS)
-        pause = _RETRY_SECONDS if found.has_failed else later
+        pause = _RETRY_SECONDS if ray_job.has_failed else later
         async with self._engine.begin() as connection:
-            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause, counted=found.has_failed)
+            requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause, counted=ray_job.has_failed)
             row = (await connection.execute(requeue)).mappings().one_or_none()
             await connection.execute(_DELETE, {"run_id": job.run_id, "epoch": job.lease_epoch})
-            if row is not None and row["status"] == "pending" and not found.has_failed:
+            if row is not None and row["status"] == "pending" and not ray_job.has_failed:
                 pausing = {"run_id": job.run_id, "epoch": row["lease_epoch"], "tries": tries + 1}
                 await connection.execute(_PAUSE, pausing)
         if row is None:
             return None  # claimed or stopped meanwhile
         log.warning("run %s: %s; the run is now %s", job.run_id, reason, row["status"], extra={"run_id": job.run_id})
-        await self._queue.wake(job.run_id)
+        await self._queue.wake_streams(job.run_id)
         if row["status"] != "pending":
             return None
-        losses = (row["lost_count"], row["max_restarts"]) if found.has_failed else None
-        return ray_reasons.failed(job_id, why, row["not_before"].astimezone(UTC), losses)
+        losses = (row["lost_count"], row["max_restarts"]) if ray_job.has_failed else None
+        return ray_reasons.failed_reason(job_id, why, row["not_before"].astimezone(UTC), losses)
 
-    async def _explain(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
+    async def _store_reasons(self, reasons: Sequence[tuple[Any, PendingReason]]) -> None:
         """Store the reasons that are new, each with an event."""
         changed = [(run, reason) for run, reason in reasons if reason.model_dump() != run.pending_reason]
         for run, reason in changed[:_REASONS_A_ROUND]:
-            await self._execute(machine.report_pending_reason(run.run_id, reason))
-            await self._queue.wake(run.run_id)
+            await self._execute_statement(machine.report_pending_reason(run.run_id, reason))
+            await self._queue.wake_streams(run.run_id)
 
-    async def _execute(self, statement: Executable, parameters: dict[str, Any] | None = None) -> None:
+    async def _execute_statement(self, statement: Executable, parameters: dict[str, Any] | None = None) -> None:
         async with self._engine.begin() as connection:
             await connection.execute(statement, parameters)
 
-    def _report(self, trouble: str | None) -> None:
+    def _report_trouble(self, trouble: str | None) -> None:
         """Log that the cluster does not respond, and that it does again."""
         if trouble is not None and self._trouble is None:
             log.warning("ray: %s; runs wait", trouble)
@@ -323,13 +327,13 @@ class RayJobs:
             log.info("ray: the cluster responds again")
         self._trouble = trouble
 
-    def _environment(self) -> dict[str, str]:
+    def _job_environment(self) -> dict[str, str]:
         """Return variables of a job: none of them is a secret."""
         # Ray kills a stopped job after 3 seconds by default, in which a trainer cannot save.
         return {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._settings.save_grace_seconds) + _EXTRA_SECONDS)}
 
 
-def _key(job: Any) -> tuple[str, int]:
+def _lease_key(job: Any) -> tuple[str, int]:
     return job.run_id, job.lease_epoch
 
 
@@ -337,7 +341,7 @@ def _job_id(run: Any) -> str:
     return f"anneal-{run.run_id}-{run.lease_epoch}"
 
 
-def _shape(run: Any) -> tuple[Any, ...]:
+def _ray_shape(run: Any) -> tuple[Any, ...]:
     """Return what matters for Ray, with the owner."""
     return run.owner, run.devices_needed, ray_reasons.kind_of(run), tuple(ray_reasons.labels_of(run))
 
@@ -372,38 +376,38 @@ def _make_room(held: Sequence[Any], run: Any) -> tuple[list[Any], PendingReason 
         last = _without_place(held, run)
         if last is None:
             return [], None
-        return ([last], None) if _gives_way(last, run) else ([], _queued())
+        return ([last], None) if _gives_way(last, run) else ([], _queued_reason())
     leaving: list[Any] = []
-    for one in sorted((one for one in held if _gives_way(one, run)), key=_place):
-        leaving.append(one)
+    for job in sorted((one for one in held if _gives_way(one, run)), key=_withdrawal_order):
+        leaving.append(job)
         if _has_quota(held, leaving, run):
             break
     else:
         return [], reason
-    for one in list(leaving):  # those of other quotas, and those that later ones have made superfluous
-        if _has_quota(held, others := _without(leaving, [one]), run):
+    for job in list(leaving):  # those of other quotas, and those that later ones have made superfluous
+        if _has_quota(held, others := _without_leaving(leaving, [job]), run):
             leaving = others
-    return leaving, None if _without_place(_without(held, leaving), run) is None else _queued()
+    return leaving, None if _without_place(_without_leaving(held, leaving), run) is None else _queued_reason()
 
 
 def _has_quota(held: Sequence[Any], leaving: Sequence[Any], run: Any) -> bool:
-    return _quota_reason(_without(held, leaving), run) is None
+    return _quota_reason(_without_leaving(held, leaving), run) is None
 
 
-def _without(held: Sequence[Any], leaving: Sequence[Any]) -> list[Any]:
+def _without_leaving(held: Sequence[Any], leaving: Sequence[Any]) -> list[Any]:
     return [one for one in held if all(one is not other for other in leaving)]
 
 
 def _without_place(held: Sequence[Any], run: Any) -> Any | None:
     """Return the job that would have to be withdrawn for that of `run`; None if there is a free place."""
-    alike = [one for one in held if _shape(one) == _shape(run)]
+    alike = [one for one in held if _ray_shape(one) == _ray_shape(run)]
     rivals = alike if len(alike) >= _MOST_ALIKE else held if len(held) >= _MOST_WAITING else []
     # Those of this round have no time yet.
     old = [one for one in rivals if one.waits is not None and one.waits > _TURN_SECONDS]
-    return min(old if old and rivals is held else rivals, key=_place, default=None)
+    return min(old if old and rivals is held else rivals, key=_withdrawal_order, default=None)
 
 
-def _place(job: Any) -> tuple[int, float]:
+def _withdrawal_order(job: Any) -> tuple[int, float]:
     """Return the place of a job that waits: the first is withdrawn first."""
     return job.priority, -(job.waits or 0)
 
@@ -412,7 +416,7 @@ def _gives_way(last: Any, run: Any) -> bool:
     """Return True if a job that waits is to be withdrawn for another: the lowest, or one that has had its turn."""
     if last.waits is None:
         return False
-    return last.priority < run.priority or (last.waits > _TURN_SECONDS and _shape(last) != _shape(run))
+    return last.priority < run.priority or (last.waits > _TURN_SECONDS and _ray_shape(last) != _ray_shape(run))
 
 
 def _is_waiting(job: Any) -> bool:
@@ -424,12 +428,12 @@ def _is_claimed(job: Any) -> bool:
     return job.status in LIVE and job.current_epoch == job.lease_epoch + 1
 
 
-def _entrypoint(job: Any) -> str:
+def _build_entrypoint(job: Any) -> str:
     options = {"--devices": str(job.devices_needed), "--kind": ray_reasons.kind_of(job)}
     words = [word for option in options.items() for word in option]
     words += [word for label in ray_reasons.labels_of(job) for word in ("--label", label)]
     return shlex.join(["python", "-m", "worker.ray_node", job.run_id, str(job.lease_epoch), *words])
 
 
-def _queued() -> PendingReason:
-    return ray_reasons.queued(_MOST_WAITING, _MOST_ALIKE, _TURN_SECONDS)
+def _queued_reason() -> PendingReason:
+    return ray_reasons.queued_reason(_MOST_WAITING, _MOST_ALIKE, _TURN_SECONDS)

@@ -24,7 +24,7 @@ def not_configured() -> PendingReason:
     return PendingReason(code="ray_not_configured", message=message)
 
 
-def queued(most_waiting: int, most_alike: int, turn_seconds: float) -> PendingReason:
+def queued_reason(most_waiting: int, most_alike: int, turn_seconds: float) -> PendingReason:
     """Return the reason if other runs have all places for jobs."""
     message = (
         f"Other runs wait for Ray to place them: at most {most_waiting}, and {most_alike} of an owner that need the "
@@ -34,7 +34,7 @@ def queued(most_waiting: int, most_alike: int, turn_seconds: float) -> PendingRe
     return PendingReason(code="ray_queued", message=message)
 
 
-def unreachable(error: RayError) -> PendingReason:
+def unreachable_reason(error: RayError) -> PendingReason:
     """Return the reason if the cluster does not respond as Ray does; the URL is only for the operator."""
     message = (
         f"The Ray cluster of ANNEAL_RAY_URL does not respond ({error}). The run waits, and its job is submitted "
@@ -43,19 +43,23 @@ def unreachable(error: RayError) -> PendingReason:
     return PendingReason(code="ray_unreachable", message=message)
 
 
-def placing(job: Any, job_id: str, nodes: Sequence[Node] | None) -> PendingReason:
+def placing_reason(job: Any, job_id: str, nodes: Sequence[Node] | None) -> PendingReason:
     """Return the reason if Ray has the job; `nodes` are those of the cluster, None if they are not known."""
-    suffices = [node for node in nodes or () if _devices(node, job) >= job.devices_needed and _has_labels(node, job)]
+    suffices = [
+        node for node in nodes or () if _device_count(node, job) >= job.devices_needed and _has_labels(node, job)
+    ]
     if nodes is not None and not suffices:
         return _no_node(job, job_id, nodes)
-    message = f"Ray job {job_id} waits for a node with {_count(job, job.devices_needed, ' free')}{_and_labels(job)}"
+    message = (
+        f"Ray job {job_id} waits for a node with {_count_text(job, job.devices_needed, ' free')}{_and_labels(job)}"
+    )
     message += ", or its worker is starting. `ray status` shows what the cluster has."
     if kind_of(job) == "cuda":
         message += " In a cluster without GPUs, create the run with resources.kind `cpu`."
     return PendingReason(code="ray_placing", message=message)
 
 
-def failed(job_id: str, why: str, again_at: datetime, losses: tuple[int, int] | None) -> PendingReason:
+def failed_reason(job_id: str, why: str, again_at: datetime, losses: tuple[int, int] | None) -> PendingReason:
     """Return the reason if the job ended without a worker; `losses` are the restarts that count, and their limit."""
     count = "" if losses is None else f" ({losses[0]} of {losses[1]} restarts)"
     message = (
@@ -67,11 +71,11 @@ def failed(job_id: str, why: str, again_at: datetime, losses: tuple[int, int] | 
 
 
 def _no_node(job: Any, job_id: str, nodes: Sequence[Node]) -> PendingReason:
-    most = max((_devices(node, job) for node in nodes if _has_labels(node, job)), default=None)
+    most = max((_device_count(node, job) for node in nodes if _has_labels(node, job)), default=None)
     if most is None:
         lack, change = f"No node of the Ray cluster has {_label_list(job)}", "other `resources.labels`"
     else:
-        lack = f"No node of the Ray cluster has {_count(job, job.devices_needed)}{_and_labels(job)}: "
+        lack = f"No node of the Ray cluster has {_count_text(job, job.devices_needed)}{_and_labels(job)}: "
         lack += f"the most is {most:g}" if most else "there are none"
         change = "fewer `resources.devices`" if most else "another `resources.kind`"
     message = (
@@ -81,7 +85,7 @@ def _no_node(job: Any, job_id: str, nodes: Sequence[Node]) -> PendingReason:
     return PendingReason(code="ray_no_node", message=message)
 
 
-def _devices(node: Node, job: Any) -> float:
+def _device_count(node: Node, job: Any) -> float:
     return node.resources.get("CPU" if kind_of(job) == "cpu" else "GPU", 0.0)
 
 
@@ -89,7 +93,7 @@ def _has_labels(node: Node, job: Any) -> bool:
     return all(node.labels.get(key) == value for key, _, value in (label.partition("=") for label in labels_of(job)))
 
 
-def _count(job: Any, count: int, what: str = "") -> str:
+def _count_text(job: Any, count: int, what: str = "") -> str:
     return f"{count}{what} {'CPU' if kind_of(job) == 'cpu' else 'GPU'}{'' if count == 1 else 's'}"
 
 

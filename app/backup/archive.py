@@ -72,7 +72,7 @@ class ArchiveWriter:
         self._tables: dict[str, TableRows] = {}
 
     @contextmanager
-    def open(self) -> Iterator["ArchiveWriter"]:
+    def open_file(self) -> Iterator["ArchiveWriter"]:
         """Open the file; remove what was written after an error.
 
         Raises:
@@ -99,7 +99,7 @@ class ArchiveWriter:
     def add_rows(self, table: str, columns: list[str], lines: Iterator[str]) -> int:
         """Add the rows of a table and return their number."""
         digest, rows = hashlib.sha256(), 0
-        with self._member(f"rows/{table}.jsonl") as write:
+        with self._write_member(f"rows/{table}.jsonl") as write:
             for line in lines:
                 encoded = line.encode() + b"\n"
                 digest.update(encoded)
@@ -111,7 +111,7 @@ class ArchiveWriter:
     def add_file(self, entry: FileEntry, pieces: Iterator[bytes]) -> None:
         """Add a file; size and SHA-256 in `entry` are replaced by those of its content."""
         digest, size = hashlib.sha256(), 0
-        with self._member(f"files/{len(self._entries):08}") as write:
+        with self._write_member(f"files/{len(self._entries):08}") as write:
             for piece in pieces:
                 digest.update(piece)
                 write(piece)
@@ -124,7 +124,7 @@ class ArchiveWriter:
         """Files added so far."""
         return self._entries
 
-    def finish(self, created_at: datetime, version: str, revision: str) -> None:
+    def finish_archive(self, created_at: datetime, version: str, revision: str) -> None:
         """Complete the archive and give it its name."""
         inventory = "".join(map(inventory_line, self._entries)).encode()
         manifest = ArchiveManifest(
@@ -135,7 +135,7 @@ class ArchiveWriter:
             inventory_sha256=hashlib.sha256(inventory).hexdigest(),
         )
         for name, content in ((INVENTORY, inventory), (MANIFEST, manifest.model_dump_json(indent=1).encode())):
-            with self._member(name) as write:
+            with self._write_member(name) as write:
                 write(content)
         self._file.write(bytes(2 * _BLOCK))
         self._file.flush()
@@ -143,19 +143,19 @@ class ArchiveWriter:
         self._partial.rename(self._path)
 
     @contextmanager
-    def _member(self, name: str) -> Iterator[Write]:
+    def _write_member(self, name: str) -> Iterator[Write]:
         """Write a member, whose size is known at its end; after an error it is not in the archive."""
         start = self._file.tell()
         self._file.write(bytes(_BLOCK))
         size = 0
 
-        def write(piece: bytes) -> None:
+        def write_piece(piece: bytes) -> None:
             nonlocal size
             self._file.write(piece)
             size += len(piece)
 
         try:
-            yield write
+            yield write_piece
         except BaseException:
             self._file.seek(start)
             self._file.truncate()
@@ -191,7 +191,7 @@ class ArchiveReader:
             self._members = dict(self._read_members())
         except OSError as error:
             raise SetupError(f"{path} cannot be read ({error.strerror}): name a file of `anneal export`.") from None
-        content = b"".join(self._pieces(MANIFEST, _MAX_MANIFEST_BYTES))
+        content = b"".join(self._read_pieces(MANIFEST, _MAX_MANIFEST_BYTES))
         try:
             self.manifest = ArchiveManifest.model_validate_json(content)
         except ValidationError as error:
@@ -199,7 +199,7 @@ class ArchiveReader:
                 raise SetupError(
                     f"{path} was made by a later version of Anneal: import it with that version."
                 ) from None
-            raise self.damaged("its description is not valid") from None
+            raise self.damaged_error("its description is not valid") from None
 
     @property
     def row_bytes(self) -> int:
@@ -210,23 +210,23 @@ class ArchiveReader:
         """Close the file."""
         self._file.close()
 
-    def damaged(self, reason: str) -> SetupError:
+    def damaged_error(self, reason: str) -> SetupError:
         """Return the error that nothing is imported from this file."""
         return SetupError(f"{self._path} is damaged or not an archive of `anneal export` ({reason}): export again.")
 
-    def rows(self, table: str) -> Iterator[bytes]:
+    def read_rows(self, table: str) -> Iterator[bytes]:
         """Yield the lines of a table."""
         described = self.manifest.tables[table]
         count = 0
-        for line in self._lines(f"rows/{table}.jsonl", described.sha256):
+        for line in self._read_lines(f"rows/{table}.jsonl", described.sha256):
             count += 1
             yield line
         if count != described.rows:
-            raise self.damaged(f"rows of {table} are missing")
+            raise self.damaged_error(f"rows of {table} are missing")
 
-    def files(self) -> Iterator[tuple[FileEntry, Iterator[bytes]]]:
+    def read_files(self) -> Iterator[tuple[FileEntry, Iterator[bytes]]]:
         """Yield each file and its content, which is verified as it is read; paths lead nowhere out of the storage."""
-        for number, line in enumerate(self._lines(INVENTORY, self.manifest.inventory_sha256)):
+        for number, line in enumerate(self._read_lines(INVENTORY, self.manifest.inventory_sha256)):
             try:
                 entry = FileEntry(**json.loads(line))
                 numbers = (entry.bytes, entry.mtime_ns, entry.mode)
@@ -234,34 +234,34 @@ class ArchiveReader:
                     raise ValueError(line)
                 refuse_outside(entry.path)
             except (ValueError, TypeError, OutsideStorage, AttributeError, RecursionError):
-                raise self.damaged("its list of files is not valid") from None
-            yield entry, self._verified(entry, f"files/{number:08}")
+                raise self.damaged_error("its list of files is not valid") from None
+            yield entry, self._verified_pieces(entry, f"files/{number:08}")
 
-    def _verified(self, entry: FileEntry, name: str) -> Iterator[bytes]:
+    def _verified_pieces(self, entry: FileEntry, name: str) -> Iterator[bytes]:
         digest = hashlib.sha256()
-        if self._member(name).bytes != entry.bytes:
-            raise self.damaged(f"{entry.path!r} has another size")
-        for piece in self._pieces(name):
+        if self._find_member(name).bytes != entry.bytes:
+            raise self.damaged_error(f"{entry.path!r} has another size")
+        for piece in self._read_pieces(name):
             digest.update(piece)
             yield piece
         if digest.hexdigest() != entry.sha256:
-            raise self.damaged(f"{entry.path!r} has other contents")
+            raise self.damaged_error(f"{entry.path!r} has other contents")
 
-    def _lines(self, name: str, sha256: str) -> Iterator[bytes]:
+    def _read_lines(self, name: str, sha256: str) -> Iterator[bytes]:
         digest, rest = hashlib.sha256(), b""
-        for piece in self._pieces(name):
+        for piece in self._read_pieces(name):
             digest.update(piece)
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > _MAX_LINE_BYTES:
-                raise self.damaged(f"a line of {name} is too long")
+                raise self.damaged_error(f"a line of {name} is too long")
             yield from lines
         if rest or digest.hexdigest() != sha256:
-            raise self.damaged(f"{name} has other contents")
+            raise self.damaged_error(f"{name} has other contents")
 
-    def _pieces(self, name: str, most_bytes: int | None = None) -> Iterator[bytes]:
-        member = self._member(name)
+    def _read_pieces(self, name: str, most_bytes: int | None = None) -> Iterator[bytes]:
+        member = self._find_member(name)
         if most_bytes is not None and member.bytes > most_bytes:
-            raise self.damaged(f"{name} is too large")
+            raise self.damaged_error(f"{name} is too large")
         at, end = member.start, member.start + member.bytes
         while at < end:
             self._file.seek(at)
@@ -269,10 +269,10 @@ class ArchiveReader:
             at += len(piece)
             yield piece
 
-    def _member(self, name: str) -> _Member:
+    def _find_member(self, name: str) -> _Member:
         member = self._members.get(name)
         if member is None:
-            raise self.damaged(f"{name} is missing")
+            raise self.damaged_error(f"{name} is missing")
         return member
 
     def _read_members(self) -> Iterator[tuple[str, _Member]]:
@@ -281,23 +281,23 @@ class ArchiveReader:
         `tarfile` itself would read headers of any size into memory, and expand sparse files.
         """
         at, names = 0, set[str]()
-        while (header := _header(self._file, at)) is not None:
+        while (header := _read_header(self._file, at)) is not None:
             try:
                 info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
             except (tarfile.HeaderError, UnicodeDecodeError):
-                raise self.damaged("it is not a tar file, or cut off") from None
+                raise self.damaged_error("it is not a tar file, or cut off") from None
             start = at + _BLOCK
             is_plain = info.type == tarfile.REGTYPE and _NAME.fullmatch(info.name) is not None
             if not is_plain or info.name in names or info.size < 0 or start + info.size > self.bytes:
-                raise self.damaged(f"member {info.name[:80]!r} is not expected")
+                raise self.damaged_error(f"member {info.name[:80]!r} is not expected")
             if len(names) >= _MAX_MEMBERS:
-                raise self.damaged("it has too many members")
+                raise self.damaged_error("it has too many members")
             names.add(info.name)
             yield info.name, _Member(start, info.size)
             at = start + info.size + -info.size % _BLOCK
 
 
-def _header(file: BinaryIO, at: int) -> bytes | None:
+def _read_header(file: BinaryIO, at: int) -> bytes | None:
     file.seek(at)
     header = file.read(_BLOCK)
     return None if header == bytes(_BLOCK) else header

@@ -101,7 +101,7 @@ class ImportJob:
                 try:
                     with engine.connect() as connection:
                         connection.execute(text("SET idle_in_transaction_session_timeout = 0"))
-                        self._import(connection)
+                        self._import_new(connection)
                 except (IntegrityError, DataError) as error:
                     reason = str(error.orig).partition("\n")[0]
                     raise SetupError(f"{self._path} contradicts itself or this service: {reason}.") from None
@@ -113,19 +113,20 @@ class ImportJob:
 
     def _check_version(self) -> None:
         manifest = self._archive.manifest
-        if manifest.revision > migrate.head():
+        if manifest.revision > migrate.needed_revision():
             raise SetupError(
                 f"{self._path} was made by Anneal {manifest.version} (database revision {manifest.revision}), which is "
-                f"later than this version (revision {migrate.head()}): import it with that version or a newer one."
+                f"later than this version (revision {migrate.needed_revision()}): import it with that version or a "
+                "newer one."
             )
         for table in TABLES:
             described = manifest.tables.get(table.name)
             columns = [] if described is None else described.columns
             if described is None or not set(columns) <= set(table.columns) or len(set(columns)) < len(columns):
-                raise self._archive.damaged(f"its table {table.name} has other columns")
+                raise self._archive.damaged_error(f"its table {table.name} has other columns")
 
-    def _import(self, connection: Connection) -> None:
-        if (error := migrate.schema_error(migrate.current(connection))) is not None:
+    def _import_new(self, connection: Connection) -> None:
+        if (error := migrate.schema_error(migrate.current_revision(connection))) is not None:
             raise SetupError(error)
         with self._progress.step("Reading the archive", None):
             self._find_new(connection)
@@ -133,20 +134,20 @@ class ImportJob:
             return
         promoted: list[Path] = []
         try:
-            with self._storage.staging() as folder:
+            with self._storage.staging_folder() as folder:
                 files = self._copy_files(folder)
                 with self._progress.step("Writing to the database", None):
                     for table in TABLES:
-                        self._insert(connection, table)
+                        self._insert_rows(connection, table)
                     self._check_events(connection)
-                contents = Contents.read(connection, self._new[RUNS], self._new[DATASETS])
+                contents = Contents.from_database(connection, self._new[RUNS], self._new[DATASETS])
                 self._result.problems += find_problems(
                     contents, files, self._storage, lambda path: (folder / "files" / path).read_bytes()
                 )
-                for source, target in self._folders(folder / "files"):
+                for source, target in self._new_folders(folder / "files"):
                     remove_tree(target, ignore_errors=True)  # of an import that was killed: the database has none
                     promoted.append(target)
-                    self._storage.promote(source, target)
+                    self._storage.promote_staged(source, target)
         except BaseException:
             for target in promoted:
                 remove_tree(target, ignore_errors=True)
@@ -168,7 +169,9 @@ class ImportJob:
                 self._new[table] = set()
                 continue
             archived = {row["id"]: row for row in self._checked_rows(table, prefix)}
-            stored = {row["id"]: row for row in map(json.loads, table.rows(connection, archived.keys())) if archived}
+            stored = {
+                row["id"]: row for row in map(json.loads, table.read_rows(connection, archived.keys())) if archived
+            }
             conflicts += [
                 f"{id} ({table.name})"
                 for id, row in stored.items()
@@ -193,30 +196,30 @@ class ImportJob:
     def _checked_rows(self, table: ArchivedTable, prefix: str) -> Iterator[dict[str, Any]]:
         # Partitions of later months must not find rows of theirs.
         latest = id_at(prefix, utc_now() + timedelta(days=1))
-        for row in self._parsed(table):
+        for row in self._parse_rows(table):
             id = row["id"]
             if not isinstance(id, str) or not is_id(id, prefix):
-                raise self._archive.damaged(f"{str(id)[:80]!r} is no id")
+                raise self._archive.damaged_error(f"{str(id)[:80]!r} is no id")
             if table is DATASETS and row.get("extension") != EXTENSION:
-                raise self._archive.damaged(f"the dataset {id} has another file type")
+                raise self._archive.damaged_error(f"the dataset {id} has another file type")
             if table is RUNS and row.get("status") not in TERMINAL:
-                raise self._archive.damaged(f"the run {id} has not ended")
+                raise self._archive.damaged_error(f"the run {id} has not ended")
             if id > latest:
                 raise SetupError(f"{id} was created later than now: correct the clock of this machine.")
             yield row
 
-    def _parsed(self, table: ArchivedTable) -> Iterator[dict[str, Any]]:
+    def _parse_rows(self, table: ArchivedTable) -> Iterator[dict[str, Any]]:
         columns = set(self._archive.manifest.tables[table.name].columns)
-        for line in self._archive.rows(table.name):
+        for line in self._archive.read_rows(table.name):
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict) or row.keys() != columns or not isinstance(row.get(table.owner), str):
-                raise self._archive.damaged(f"a row of {table.name} is not valid")
+                raise self._archive.damaged_error(f"a row of {table.name} is not valid")
             yield row
 
-    def _insert(self, connection: Connection, table: ArchivedTable) -> None:
+    def _insert_rows(self, connection: Connection, table: ArchivedTable) -> None:
         reset = _RESET.get(table.name, ())
         columns = [name for name in self._archive.manifest.tables[table.name].columns if name not in reset]
         names = ", ".join(f'"{name}"' for name in columns)
@@ -225,23 +228,23 @@ class ImportJob:
             f' FROM json_populate_recordset(NULL::"{table.name}", CAST(:rows AS json))'
         )
         # One statement, since a run may refer to one that follows.
-        batches = [list(self._new_rows(table))] if table is RUNS else _batches(self._new_rows(table))
+        batches = [list(self._new_rows(table))] if table is RUNS else _batch_rows(self._new_rows(table))
         for batch in batches:
             connection.execute(statement, {"rows": f"[{','.join(batch)}]"})
 
     def _new_rows(self, table: ArchivedTable) -> Iterator[str]:
         is_own = table in _PREFIXES
         new, known = self._new[table if is_own else RUNS], self._ids.get(table if is_own else RUNS, set())
-        for row in self._parsed(table):
+        for row in self._parse_rows(table):
             owner = row[table.owner]
             if owner in new:
                 if table.name == "checkpoints" and _CHECKPOINT.fullmatch(str(row.get("name"))) is None:
-                    raise self._archive.damaged(f"a checkpoint of {owner} has another name")
+                    raise self._archive.damaged_error(f"a checkpoint of {owner} has another name")
                 if (column := invalid_column(table.name, row)) is not None:
-                    raise self._archive.damaged(f"{column} of a row of {table.name} is not valid")
+                    raise self._archive.damaged_error(f"{column} of a row of {table.name} is not valid")
                 yield json.dumps(row, separators=(",", ":"))
             elif owner not in known and table is not KEYS:
-                raise self._archive.damaged(f"a row of {table.name} belongs to no run of it")
+                raise self._archive.damaged_error(f"a row of {table.name} belongs to no run of it")
 
     def _check_events(self, connection: Connection) -> None:
         query = text(
@@ -249,11 +252,11 @@ class ImportJob:
             " (SELECT count(*) FROM run_events e WHERE e.run_id = r.id AND e.seq BETWEEN r.first_seq AND r.event_seq)"
         )
         if (id := connection.scalar(query, {"ids": sorted(self._new[RUNS])})) is not None:
-            raise self._archive.damaged(f"events of {id} are missing in {EVENTS.name}")
+            raise self._archive.damaged_error(f"events of {id} are missing in {EVENTS.name}")
 
     def _copy_files(self, folder: Path) -> dict[str, FileEntry]:
         """Copy the files of what is new to `folder/files`, and verify them."""
-        selected = [entry for entry, _ in self._archive.files() if self._is_new(entry.path)]
+        selected = [entry for entry, _ in self._archive.read_files() if self._is_new(entry.path)]
         needed = sum(entry.bytes for entry in selected)
         free = shutil.disk_usage(self._storage.root).free - self._settings.disk_reserve_bytes
         if needed > free:
@@ -267,13 +270,13 @@ class ImportJob:
         files: dict[str, FileEntry] = {}
         done = 0
         with self._progress.step("Copying files", needed) as report:
-            for entry, pieces in self._archive.files():
+            for entry, pieces in self._archive.read_files():
                 if not self._is_new(entry.path):
                     continue
                 try:
                     descriptor = create_below(root, entry.path)
                 except OSError as error:  # its path exists, or is too long
-                    raise self._archive.damaged(f"{entry.path[:200]!r}: {error.strerror}") from None
+                    raise self._archive.damaged_error(f"{entry.path[:200]!r}: {error.strerror}") from None
                 with os.fdopen(descriptor, "wb") as file:
                     for piece in pieces:
                         file.write(piece)
@@ -294,7 +297,7 @@ class ImportJob:
         row_bytes = _DATABASE_FACTOR * self._archive.row_bytes
         is_same_disk = self._storage.root.stat().st_dev == self._settings.home.stat().st_dev
         least_bytes = self._settings.disk_reserve_bytes + row_bytes + (file_bytes if is_same_disk else 0)
-        if shortage := self._database_reserve.shortage(least_bytes):
+        if shortage := self._database_reserve.describe_shortage(least_bytes):
             raise SetupError(
                 f"Nothing was imported, because {shortage}, and the rows need up to {row_bytes / 1e9:,.1f} GB there: "
                 "make room, or export fewer runs."
@@ -304,10 +307,10 @@ class ImportJob:
         kind, *below = path.split("/")
         table = {"datasets": DATASETS, "runs": RUNS}.get(kind)
         if table is None or not 2 <= len(below) <= _MAX_DEPTH or below[0] not in self._ids[table]:
-            raise self._archive.damaged(f"{path[:200]!r} belongs to no run or dataset of it")
+            raise self._archive.damaged_error(f"{path[:200]!r} belongs to no run or dataset of it")
         return below[0] in self._new[table]
 
-    def _folders(self, root: Path) -> Iterator[tuple[Path, Path]]:
+    def _new_folders(self, root: Path) -> Iterator[tuple[Path, Path]]:
         """Yield the folder of each new dataset and run that has files, and its place in the storage."""
         for kind in ("datasets", "runs"):
             for source in sorted((root / kind).glob("*")):
@@ -322,7 +325,7 @@ class ImportJob:
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
-def _batches(rows: Iterator[str]) -> Iterator[list[str]]:
+def _batch_rows(rows: Iterator[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for row in rows:

@@ -14,7 +14,7 @@ from app.infra.files import file_manifest
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
-from app.tables.migrate import current, schema_error
+from app.tables.migrate import current_revision, schema_error
 from app.tables.runs import Run
 
 
@@ -52,7 +52,7 @@ class Contents:
     """Runs that have an output, with its attempt."""
 
     @classmethod
-    def read(
+    def from_database(
         cls, connection: Connection, run_ids: Collection[str] | None = None, dataset_ids: Collection[str] | None = None
     ) -> "Contents":
         """Read everything, or these runs and datasets.
@@ -60,7 +60,7 @@ class Contents:
         Raises:
             SetupError: The database has no tables of Anneal, or those of an earlier version.
         """
-        revision = current(connection)
+        revision = current_revision(connection)
         if not revision:
             raise SetupError("The database has no tables of Anneal, so there is nothing to back up.")
         if (error := schema_error(revision)) is not None:
@@ -90,7 +90,7 @@ class Contents:
 
 
 @contextmanager
-def snapshot(url: str) -> Iterator[Connection]:
+def open_snapshot(url: str) -> Iterator[Connection]:
     """Open a read-only transaction that sees one state of the database until it ends, however long that takes."""
     engine = sync_engine(url, pool_size=0, name="anneal-backup", statement_seconds=0)
     try:
@@ -140,7 +140,7 @@ def _problem_of_checkpoint(
     if hashlib.sha256(content).hexdigest() != checkpoint.manifest_sha256:
         return "its manifest has other contents than were stored"
     try:
-        listed = file_manifest.listed(content)
+        listed = file_manifest.parse_manifest(content)
     except ValueError as error:
         return f"its manifest cannot be used: {error}"
     for name, (size, sha256) in listed.items():

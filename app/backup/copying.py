@@ -65,14 +65,14 @@ def stored_files(root: Path, contents: Contents, unreadable: dict[str, str]) -> 
     for which a trainer suffices, are added to `unreadable`.
     """
     for dataset in contents.datasets:
-        yield from _files(root, f"datasets/{dataset.id}", lambda _: True, unreadable)
+        yield from _list_files(root, f"datasets/{dataset.id}", lambda _: True, unreadable)
     checkpoints = {(stored.run_id, stored.attempt, stored.name) for stored in contents.checkpoints}
     for run_id, newest in contents.attempts.items():
 
         def is_wanted(path: str, run_id: str = run_id, newest: int = newest) -> bool:
             return _is_of_run(path.split("/"), run_id, newest, checkpoints)
 
-        yield from _files(root, f"runs/{run_id}", is_wanted, unreadable)
+        yield from _list_files(root, f"runs/{run_id}", is_wanted, unreadable)
 
 
 def _is_of_run(parts: list[str], run_id: str, newest: int, checkpoints: set[tuple[str, int, str]]) -> bool:
@@ -88,19 +88,19 @@ def _is_of_run(parts: list[str], run_id: str, newest: int, checkpoints: set[tupl
     return not name.startswith("checkpoint-") or (run_id, attempt, name) in checkpoints
 
 
-def _files(
+def _list_files(
     root: Path, folder: str, is_wanted: Callable[[str], bool], unreadable: dict[str, str]
 ) -> Iterator[SourceFile]:
     def on_unreadable(path: str, error: PermissionError) -> None:
         if is_wanted(path):
-            unreadable[f"{folder}/{path}"] = _reason(error)
+            unreadable[f"{folder}/{path}"] = _error_reason(error)
 
-    for path, status in _entries(root / folder, on_unreadable):
+    for path, status in _walk_entries(root / folder, on_unreadable):
         if status is not None and is_wanted(path):
             yield SourceFile(f"{folder}/{path}", status.st_size, status.st_mtime_ns)
 
 
-def _entries(
+def _walk_entries(
     folder: Path, on_unreadable: Callable[[str, PermissionError], None]
 ) -> list[tuple[str, os.stat_result | None]]:
     for _ in range(_WALKS):
@@ -127,16 +127,16 @@ class Copier:
         self._earlier = earlier
         self._advance = advance
 
-    def copy(self, file: SourceFile) -> FileEntry | None:
+    def copy_file(self, file: SourceFile) -> FileEntry | None:
         """Copy a file, or link to the same file of an earlier backup; None if it does not exist or cannot be read."""
         target = self._target / file.path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            if (entry := self._reuse(file, target)) is not None:
+            if (entry := self._link_earlier(file, target)) is not None:
                 self.counts.reused += 1
                 self._advance(file.bytes)
                 return entry
-            entry = self._read(file.path, target)
+            entry = self._copy_content(file.path, target)
         except (FileNotFoundError, NotADirectoryError, OutsideStorage):
             return None
         except UnreadableFile as error:
@@ -156,7 +156,7 @@ class Copier:
         earlier = self._earlier.get(file.path)
         return earlier is not None and (earlier.entry.bytes, earlier.entry.mtime_ns) == (file.bytes, file.mtime_ns)
 
-    def _reuse(self, file: SourceFile, target: Path) -> FileEntry | None:
+    def _link_earlier(self, file: SourceFile, target: Path) -> FileEntry | None:
         if not self.is_reusable(file):
             return None
         earlier = self._earlier[file.path]
@@ -170,7 +170,7 @@ class Copier:
             return None
         return earlier.entry
 
-    def _read(self, path: str, target: Path) -> FileEntry:
+    def _copy_content(self, path: str, target: Path) -> FileEntry:
         target.unlink(missing_ok=True)  # it may be linked to a file of another backup
         digest, size = hashlib.sha256(), 0
         with os.fdopen(open_source(self._source, path), "rb", buffering=0) as file:
@@ -195,14 +195,14 @@ def open_source(root: Path, path: str) -> int:
     """Open a file of the storage for reading and return its descriptor; raises `UnreadableFile`."""
     # Below the folder of a dataset or run no link is followed. Above it, the operator may have placed some.
     kind, name, below = path.split("/", 2)
-    with _reading():
+    with _reading_source():
         return open_below(root / kind / name, below)
 
 
 def pieces_of(file: BinaryIO) -> Iterator[bytes]:
     """Yield the content of a file of the storage; raises `UnreadableFile`."""
     while True:
-        with _reading():
+        with _reading_source():
             piece = file.read(_PIECE_BYTES)
         if not piece:
             return
@@ -210,17 +210,17 @@ def pieces_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
+def _reading_source() -> Iterator[None]:
     """Raise `UnreadableFile` for errors of the file that is read, which are not those of its copy."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise UnreadableFile(_reason(error)) from None
+        raise UnreadableFile(_error_reason(error)) from None
 
 
-def _reason(error: OSError) -> str:
+def _error_reason(error: OSError) -> str:
     return f"cannot be read ({error.strerror})"
 
 

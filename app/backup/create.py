@@ -16,9 +16,9 @@ from pathlib import Path
 from sqlalchemy import func, select, text
 
 from app.backup import layout
-from app.backup.contents import Contents, find_problems, is_listed, snapshot
+from app.backup.contents import Contents, find_problems, is_listed, open_snapshot
 from app.backup.copying import Copier, CopyCounts, EarlierFile, remove_others, stored_files
-from app.backup.database_client import DatabaseAddress, dump, find_client
+from app.backup.database_client import DatabaseAddress, dump_database, find_client
 from app.backup.home_database import open_database
 from app.backup.layout import Backup, Described, FileEntry, Manifest, Problem
 from app.backup.progress import Progress
@@ -27,7 +27,7 @@ from app.infra.clock import utc_now
 from app.infra.errors import SetupError
 from app.infra.files.tree import remove_tree
 from app.infra.private_files import make_private_folder, write_private
-from app.infra.storage import Storage, fsync
+from app.infra.storage import Storage, fsync_path
 from app.tables.secrets import Secret
 
 _SPARE_BYTES = 64 * 2**20
@@ -73,10 +73,10 @@ class BackupJob:
             SetupError: Something prevents it; the next call continues.
         """
         self._check_folder()
-        with _locked(self._folder):
+        with _lock_folder(self._folder):
             make_private_folder(self._unfinished)
             with open_database(self._settings, self._progress.say) as url:
-                dumped = self._dump(url)
+                dumped = self._dump_database(url)
                 files, counts = self._copy_files(dumped.contents)
                 removed, problems = self._find_problems(url, dumped.contents, files)
                 problems += [layout.file_problem(path, reason) for path, reason in counts.unreadable.items()]
@@ -114,15 +114,15 @@ class BackupJob:
         if not os.access(self._folder, os.W_OK):
             raise SetupError(f"You cannot write to {self._folder}: name another folder, or change its owner.")
 
-    def _dump(self, url: str) -> _Dumped:
-        with snapshot(url) as connection:
-            contents = Contents.read(connection)
+    def _dump_database(self, url: str) -> _Dumped:
+        with open_snapshot(url) as connection:
+            contents = Contents.from_database(connection)
             secrets = connection.scalar(select(func.count()).select_from(Secret)) or 0
             server_major = int(connection.scalar(text("SHOW server_version_num"))) // 10_000
             client = find_client(server_major)
             exported = str(connection.scalar(text("SELECT pg_export_snapshot()")))
             with self._progress.step("Dumping the database", None) as report:
-                dump(DatabaseAddress.from_url(url), client, exported, self._unfinished / layout.DUMP, report)
+                dump_database(DatabaseAddress.from_url(url), client, exported, self._unfinished / layout.DUMP, report)
         return _Dumped(contents, client.major, secrets)
 
     def _copy_files(self, contents: Contents) -> tuple[dict[str, FileEntry], CopyCounts]:
@@ -133,12 +133,12 @@ class BackupJob:
         copies.mkdir(mode=0o700, exist_ok=True)
         done = 0
 
-        def advance(count: int) -> None:
+        def add_bytes(count: int) -> None:
             nonlocal done
             done += count
             report(done)
 
-        copier = Copier(self._storage.root, copies, self._earlier_files(), advance)
+        copier = Copier(self._storage.root, copies, self._earlier_files(), add_bytes)
         sources = list(stored_files(self._storage.root, contents, copier.counts.unreadable))
         _check_space(self._folder, sum(file.bytes for file in sources if not copier.is_reusable(file)))
         files: dict[str, FileEntry] = {}
@@ -147,7 +147,7 @@ class BackupJob:
             (self._unfinished / layout.INVENTORY).open("a", buffering=1) as inventory,
         ):
             for source in sources:
-                if (entry := copier.copy(source)) is not None:
+                if (entry := copier.copy_file(source)) is not None:
                     files[entry.path] = entry
                     inventory.write(layout.inventory_line(entry))
         remove_others(copies, set(files))
@@ -172,7 +172,7 @@ class BackupJob:
         candidates = list(find_problems(contents, files, self._storage, lambda path: (copies / path).read_bytes()))
         if not candidates:
             return [], []
-        with snapshot(url) as connection:
+        with open_snapshot(url) as connection:
             problems = [problem for problem in candidates if is_listed(connection, problem)]
         return [problem for problem in candidates if problem not in problems], problems
 
@@ -205,7 +205,7 @@ class BackupJob:
     def _name_finished(self, manifest: Manifest) -> Path:
         final = layout.next_path(self._folder, manifest.created_at)
         self._unfinished.rename(final)
-        fsync(self._folder)
+        fsync_path(self._folder)
         return final
 
 
@@ -226,7 +226,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Allow one backup at a time in a folder."""
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -41,7 +41,7 @@ class ClientPrograms:
     folder: Path
     major: int
 
-    def path(self, name: str) -> str:
+    def program_path(self, name: str) -> str:
         """Return the path of a program."""
         return str(self.folder / name)
 
@@ -112,7 +112,9 @@ class DatabaseAddress:
         return database_client_environment(self.password)
 
 
-def dump(address: DatabaseAddress, client: ClientPrograms, snapshot: str | None, target: Path, report: Report) -> None:
+def dump_database(
+    address: DatabaseAddress, client: ClientPrograms, snapshot: str | None, target: Path, report: Report
+) -> None:
     """Write a dump of the database to `target`; `snapshot`: exported by a transaction that is still open.
 
     Raises:
@@ -125,7 +127,7 @@ def dump(address: DatabaseAddress, client: ClientPrograms, snapshot: str | None,
         options.append(f"--snapshot={snapshot}")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "pg_dump.log"
-        child = start_child([client.path("pg_dump"), *options], log=log, environment=address.environment)
+        child = start_child([client.program_path("pg_dump"), *options], log=log, environment=address.environment)
         try:
             while child.poll() is None:
                 report(target.stat().st_size if target.exists() else 0)
@@ -137,7 +139,7 @@ def dump(address: DatabaseAddress, client: ClientPrograms, snapshot: str | None,
     target.chmod(0o600)
 
 
-def restore(
+def restore_database(
     address: DatabaseAddress,
     client: ClientPrograms,
     server_major: int,
@@ -152,14 +154,14 @@ def restore(
     """
     with tempfile.TemporaryFile() as reader_errors, tempfile.TemporaryFile() as writer_errors:
         reader = subprocess.Popen(
-            [client.path("pg_restore"), "--no-owner", "--no-privileges", "--file=-", str(source)],
+            [client.program_path("pg_restore"), "--no-owner", "--no-privileges", "--file=-", str(source)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=reader_errors,
             env=address.environment,
         )
         writer = subprocess.Popen(
-            [client.path("psql"), "--no-psqlrc", "--quiet", "--no-password", "--set=ON_ERROR_STOP=1",
+            [client.program_path("psql"), "--no-psqlrc", "--quiet", "--no-password", "--set=ON_ERROR_STOP=1",
              "--output=/dev/null", f"--dbname={address.conninfo}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -169,12 +171,12 @@ def restore(
         try:
             is_sent = _send_script(reader, writer, server_major, before, report)
             if is_sent and reader.wait() != 0:
-                raise SetupError(f"The dump {source} cannot be read: {_tail(reader_errors)}")
+                raise SetupError(f"The dump {source} cannot be read: {_error_tail(reader_errors)}")
             if is_sent:
                 # Only now: where the script ends early, psql ends without a commit.
-                is_sent = _commit(writer)
+                is_sent = _commit_transaction(writer)
             if writer.wait() != 0 or not is_sent:
-                raise SetupError(f"The database refuses the backup: {_tail(writer_errors)}")
+                raise SetupError(f"The database refuses the backup: {_error_tail(writer_errors)}")
         finally:
             for process in (reader, writer):
                 process.kill()
@@ -207,7 +209,7 @@ def _send_script(
     return True
 
 
-def _commit(writer: "subprocess.Popen[bytes]") -> bool:
+def _commit_transaction(writer: "subprocess.Popen[bytes]") -> bool:
     assert writer.stdin is not None  # noqa: S101
     try:
         writer.stdin.write(b"\nCOMMIT;\n")
@@ -217,7 +219,7 @@ def _commit(writer: "subprocess.Popen[bytes]") -> bool:
     return True
 
 
-def _tail(file: IO[bytes]) -> str:
+def _error_tail(file: IO[bytes]) -> str:
     file.seek(0)
     return _one_line(file.read()[-_SHOWN_ERROR_BYTES:].decode(errors="replace"))
 

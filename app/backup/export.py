@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, or_, select
 
 from app.backup.archive import ArchiveWriter
-from app.backup.contents import Contents, find_problems, snapshot
+from app.backup.contents import Contents, find_problems, open_snapshot
 from app.backup.copying import SourceFile, UnreadableFile, open_source, pieces_of, stored_files
 from app.backup.home_database import open_database
 from app.backup.layout import FileEntry, Problem, file_problem
@@ -85,21 +85,25 @@ class ExportJob:
                 "`anneal backup`, or set ANNEAL_STORAGE to a folder with a copy of it."
             )
         writer = ArchiveWriter(self._path)
-        with writer.open(), open_database(self._settings, self._progress.say) as url, snapshot(url) as connection:
-            selection = self._select(connection)
-            contents = Contents.read(connection, selection.runs, selection.datasets)
+        with (
+            writer.open_file(),
+            open_database(self._settings, self._progress.say) as url,
+            open_snapshot(url) as connection,
+        ):
+            selection = self._select_contents(connection)
+            contents = Contents.from_database(connection, selection.runs, selection.datasets)
             owners = {KEYS: selection.keys, EXPERIMENTS: selection.experiments, DATASETS: selection.datasets}
             with self._progress.step("Reading the database", None):
                 for table in TABLES:
                     writer.add_rows(
-                        table.name, table.columns, table.rows(connection, owners.get(table, selection.runs))
+                        table.name, table.columns, table.read_rows(connection, owners.get(table, selection.runs))
                     )
             problems = self._add_files(writer, contents)
-            writer.finish(utc_now(), version("anneal"), contents.revision)
+            writer.finish_archive(utc_now(), version("anneal"), contents.revision)
         size = sum(entry.bytes for entry in writer.entries)
         return CreatedArchive(self._path, selection, len(writer.entries), size, problems)
 
-    def _select(self, connection: Connection) -> Selection:
+    def _select_contents(self, connection: Connection) -> Selection:
         keys = set(connection.scalars(select(ApiKey.id))) if self._with_keys else set()
         is_everything = not self._runs and not self._experiments
         condition = or_(
@@ -137,7 +141,7 @@ class ExportJob:
                 done += source.bytes
                 report(done)
         files = {entry.path: entry for entry in writer.entries}
-        problems = list(find_problems(contents, files, self._storage, lambda path: _read(root, files[path])))
+        problems = list(find_problems(contents, files, self._storage, lambda path: _read_file(root, files[path])))
         return problems + [file_problem(path, reason) for path, reason in unreadable.items()]
 
 
@@ -148,7 +152,7 @@ def _add_file(writer: ArchiveWriter, root: Path, source: SourceFile) -> None:
         writer.add_file(entry, pieces_of(file))
 
 
-def _read(root: Path, entry: FileEntry) -> bytes:
+def _read_file(root: Path, entry: FileEntry) -> bytes:
     kind, name, below = entry.path.split("/", 2)
     return read_below(root / kind / name, below, entry.bytes)
 

@@ -33,7 +33,7 @@ def open_database(settings: Settings, say: Say) -> Iterator[str]:
             f"{settings.home} has no database: set ANNEAL_HOME to the folder of `anneal up`, or ANNEAL_DATABASE_URL."
         )
     else:
-        with _embedded(settings, say) as url:
+        with _start_embedded(settings, say) as url:
             yield url
 
 
@@ -48,7 +48,7 @@ def reserve_database(settings: Settings, say: Say) -> Iterator[str]:
     if is_held(settings.home):
         raise SetupError(f"`anneal up` runs on {settings.home}: stop it with `anneal down`, and restore then.")
     if settings.database_url is None:
-        with _embedded(settings, say) as url:
+        with _start_embedded(settings, say) as url:
             yield url
     else:
         with HomeLock(settings.home):
@@ -56,7 +56,7 @@ def reserve_database(settings: Settings, say: Say) -> Iterator[str]:
 
 
 @contextmanager
-def _embedded(settings: Settings, say: Say) -> Iterator[str]:
+def _start_embedded(settings: Settings, say: Say) -> Iterator[str]:
     with HomeLock(settings.home):
         servers = EmbeddedServers(settings.home, valkey=False)
         say(f"Starting PostgreSQL in {settings.home} …")

@@ -125,24 +125,24 @@ class Backup:
         """Folder of the copied files."""
         return self.folder / FILES
 
-    def entries(self) -> Iterator[FileEntry]:
+    def read_entries(self) -> Iterator[FileEntry]:
         """Yield the files in the inventory; raises `SetupError` if it is damaged."""
         return read_inventory(self.folder / INVENTORY)
 
 
 def complete_backups(folder: Path) -> list[Path]:
     """Return the complete backups below a folder, oldest first; one that was renamed is not among them."""
-    return [path for *_, path in sorted(_named(folder)) if (path / MANIFEST).is_file()]
+    return [path for *_, path in sorted(_named_backups(folder)) if (path / MANIFEST).is_file()]
 
 
 def next_path(folder: Path, created_at: datetime) -> Path:
     """Return the path of a new backup below `folder`, which sorts after those of the same second."""
     name = f"{created_at:%Y-%m-%dT%H%M%SZ}"
-    numbers = [number for time, number, _ in _named(folder) if time == name]
+    numbers = [number for time, number, _ in _named_backups(folder) if time == name]
     return folder / (f"{name}-{max(numbers) + 1}" if numbers else name)
 
 
-def _named(folder: Path) -> list[tuple[str, int, Path]]:
+def _named_backups(folder: Path) -> list[tuple[str, int, Path]]:
     try:
         return [(match[1], int(match[2] or 1), it) for it in folder.iterdir() if (match := _NAME.fullmatch(it.name))]
     except (FileNotFoundError, NotADirectoryError):

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, func, select, text, update
 
 from app.backup.contents import Contents, find_problems
 from app.backup.copying import Copier, EarlierFile, SourceFile
-from app.backup.database_client import DatabaseAddress, dump, find_client, restore
+from app.backup.database_client import DatabaseAddress, dump_database, find_client, restore_database
 from app.backup.home_database import reserve_database
 from app.backup.layout import (
     DUMP,
@@ -105,16 +105,17 @@ class RestoreJob:
             settings = self._settings.model_copy(update={"database_url": url})
             engine = sync_engine(url, pool_size=0, name="anneal-restore", statement_seconds=0)
             try:
-                return self._restore(settings, engine)
+                return self._restore_all(settings, engine)
             finally:
                 engine.dispose()
 
     def _check_backup(self) -> None:
         manifest, folder = self._backup.manifest, self._backup.folder
-        if manifest.revision > migrate.head():
+        if manifest.revision > migrate.needed_revision():
             raise SetupError(
                 f"{folder} was made by Anneal {manifest.version} (database revision {manifest.revision}), which is "
-                f"later than this version (revision {migrate.head()}): restore it with that version or a newer one."
+                f"later than this version (revision {migrate.needed_revision()}): restore it with that version or a "
+                "newer one."
             )
         store, original = self._settings.storage_url, manifest.object_store
         if store is not None and original is None:
@@ -140,7 +141,7 @@ class RestoreJob:
                     raise SetupError(f"{folder / name} is damaged: restore another backup.")
             report(manifest.database.bytes)
 
-    def _restore(self, settings: Settings, engine: Engine) -> RestoredBackup:
+    def _restore_all(self, settings: Settings, engine: Engine) -> RestoredBackup:
         with engine.connect() as connection:
             server_major = int(connection.scalar(text("SHOW server_version_num"))) // 10_000
             self._refuse_use(connection)
@@ -151,7 +152,7 @@ class RestoreJob:
             drops += [f"DROP FUNCTION {function} CASCADE" for function in connection.scalars(_FUNCTIONS)]
         client = find_client(max(server_major, self._backup.manifest.client_major))
         address = DatabaseAddress.from_url(settings.database_url or "")
-        files = list(self._backup.entries())
+        files = list(self._backup.read_entries())
         unfinished_restore.mark_path(settings).parent.mkdir(parents=True, exist_ok=True)
         self._check_space(files)
         if not self._is_place_empty:
@@ -163,9 +164,9 @@ class RestoreJob:
             self._write_mark()
         restored, damaged = self._copy_files(files)
         with self._progress.step("Restoring the database", None) as report:
-            restore(address, client, server_major, self._backup.dump, drops, report)
+            restore_database(address, client, server_major, self._backup.dump, drops, report)
         self._mark_removed(engine)
-        migrate.upgrade(settings, self._progress.say)
+        migrate.upgrade_schema(settings, self._progress.say)
         problems = damaged + self._find_problems(engine, restored)
         self._restore_secret_key()
         unreadable = self._unreadable_secrets(engine)
@@ -223,7 +224,7 @@ class RestoreJob:
         make_private_folder(self._aside)
         partial = self._aside / f".{DUMP}"
         with self._progress.step("Saving the database that is replaced", None) as report:
-            dump(address, find_client(server_major), None, partial, report)
+            dump_database(address, find_client(server_major), None, partial, report)
         partial.rename(self._aside / DUMP)
 
     def _move_aside(self) -> None:
@@ -241,14 +242,14 @@ class RestoreJob:
         """Return the restored files by path, and those that the backup does not have as they were copied to it."""
         done = 0
 
-        def advance(count: int) -> None:
+        def add_bytes(count: int) -> None:
             nonlocal done
             done += count
             report(done)
 
         root = self._storage.root
         present = {file.path: EarlierFile(file, root / file.path) for file in files} if self._continues else {}
-        copier = Copier(self._backup.files, root, present, advance)
+        copier = Copier(self._backup.files, root, present, add_bytes)
         restored: dict[str, FileEntry] = {}
         damaged: list[Problem] = []
         with self._progress.step("Copying files", sum(file.bytes for file in files)) as report:
@@ -269,7 +270,7 @@ class RestoreJob:
         except OSError:
             is_restored = False
         source = SourceFile(file.path, file.bytes, file.mtime_ns if is_restored else -1)
-        entry = copier.copy(source)
+        entry = copier.copy_file(source)
         if entry is None or (entry.bytes, entry.sha256) != (file.bytes, file.sha256):
             with suppress(OSError):  # its path may be too long
                 target.unlink(missing_ok=True)
@@ -303,7 +304,7 @@ class RestoreJob:
             return []
         root = self._storage.root
         with engine.connect() as connection:
-            contents = Contents.read(connection)
+            contents = Contents.from_database(connection)
         # Without the connection, since many manifests take longer to read than a transaction may be idle.
         return list(find_problems(contents, restored, self._storage, lambda path: (root / path).read_bytes()))
 
@@ -320,7 +321,7 @@ class RestoreJob:
         if not secrets:
             return 0
         try:
-            keyring = Keyring.of(self._settings)
+            keyring = Keyring.from_settings(self._settings)
         except KeyringError:
             return len(secrets)
         return sum(not _is_readable(keyring, secret.name, secret.key_id, secret.sealed) for secret in secrets)
@@ -343,7 +344,7 @@ def _has_rows(connection: Connection, tables: list[str]) -> bool:
 
 def _is_readable(keyring: Keyring, name: str, key_id: str, sealed: bytes) -> bool:
     try:
-        keyring.open(name, key_id, sealed)
+        keyring.open_sealed(name, key_id, sealed)
     except KeyringError:
         return False
     return True

@@ -36,7 +36,7 @@ _PARTS: Mapping[str, Mapping[str, Any]] = {
 
 
 @cache
-def _adapters(table: str) -> Mapping[str, TypeAdapter[Any]]:
+def _type_adapters(table: str) -> Mapping[str, TypeAdapter[Any]]:
     fields = _SHOWN_AS[table].model_fields if table in _SHOWN_AS else {}
     types: dict[str, Any] = {name: Annotated[field.annotation, field] for name, field in fields.items()}
     return {name: TypeAdapter(type) for name, type in {**types, **_PARTS.get(table, {})}.items()}
@@ -44,7 +44,7 @@ def _adapters(table: str) -> Mapping[str, TypeAdapter[Any]]:
 
 def invalid_column(table: str, row: Mapping[str, Any]) -> str | None:
     """Return the first column whose value the API cannot read; None if it can read the row."""
-    for name, adapter in _adapters(table).items():
+    for name, adapter in _type_adapters(table).items():
         if name in row:
             try:
                 adapter.validate_python(row[name])

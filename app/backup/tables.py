@@ -27,33 +27,33 @@ class ArchivedTable:
         """Columns that are stored, in their order; others are computed from these."""
         return [column.name for column in self.table.columns if column.computed is None]
 
-    def rows(self, connection: Connection, owners: Collection[str]) -> Iterator[str]:
+    def read_rows(self, connection: Connection, owners: Collection[str]) -> Iterator[str]:
         """Yield the rows of these owners as JSON objects."""
         columns = ", ".join(f'"{name}"' for name in self.columns)
         query = text(
             f'SELECT row_to_json(r)::text FROM (SELECT {columns} FROM "{self.name}"'
-            f' WHERE "{self.owner}" = ANY(CAST(:owners AS text[])) ORDER BY {self._key}) AS r'
+            f' WHERE "{self.owner}" = ANY(CAST(:owners AS text[])) ORDER BY {self._key_columns}) AS r'
         )
         options = {"yield_per": _BATCH_ROWS}  # which also streams
         yield from connection.execute(query, {"owners": sorted(owners)}, execution_options=options).scalars()
 
     @property
-    def _key(self) -> str:
+    def _key_columns(self) -> str:
         return ", ".join(f'"{column.name}"' for column in self.table.primary_key)
 
 
-def _archived(table: str, owner: str) -> ArchivedTable:
+def _archived_table(table: str, owner: str) -> ArchivedTable:
     return ArchivedTable(all_models().tables[table], owner)
 
 
-KEYS = _archived("api_keys", "id")
-EXPERIMENTS = _archived("experiments", "id")
-DATASETS = _archived("datasets", "id")
-RUNS = _archived("runs", "id")
-EVENTS = _archived("run_events", "run_id")
+KEYS = _archived_table("api_keys", "id")
+EXPERIMENTS = _archived_table("experiments", "id")
+DATASETS = _archived_table("datasets", "id")
+RUNS = _archived_table("runs", "id")
+EVENTS = _archived_table("run_events", "run_id")
 _PER_RUN = (
     "run_reward_models", "run_eval_datasets", "run_estimates", "run_attempts", "run_timings", "checkpoints",
     "run_actions", "metric_rollups",
 )  # fmt: skip
-TABLES = (KEYS, EXPERIMENTS, DATASETS, RUNS, *(_archived(name, "run_id") for name in _PER_RUN), EVENTS)
+TABLES = (KEYS, EXPERIMENTS, DATASETS, RUNS, *(_archived_table(name, "run_id") for name in _PER_RUN), EVENTS)
 """In an order in which rows refer only to earlier tables, or to rows of the same."""

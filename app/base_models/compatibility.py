@@ -8,47 +8,47 @@ from app.base_models.model_folder import ModelFolder
 from app.base_models.resolver import WEIGHTS_FILE, BaseModelError
 from app.contracts.methods import method_of
 from app.contracts.training_config.resolution import LONGEST_SEQUENCE
-from app.estimator.architecture import UnknownArchitecture, impossible_size, read
-from app.estimator.parameters import modules
+from app.estimator.architecture import UnknownArchitecture, impossible_size, read_architecture
+from app.estimator.parameters import module_names
 
 
 def model_conflicts(
-    folder: ModelFolder, config: Mapping[str, Any], given: Set[str], *, needs_weights: bool = True
+    folder: ModelFolder, config: Mapping[str, Any], user_set_fields: Set[str], *, needs_weights: bool = True
 ) -> list[BaseModelError]:
     """Return settings that a local model does not support, judged by its files before anything is started.
 
     Without `needs_weights`, the weights may still be missing. The errors' codes are fields of the configuration.
     """
-    found = []
+    conflicts = []
     if config.get("revision") is not None:
-        found.append(
+        conflicts.append(
             BaseModelError(
                 "revision", "A local folder or a run has no revisions; leave `revision` out, or name a hub model."
             )
         )
-    is_adapter = folder.has("adapter_config.json")
+    is_adapter = folder.has_file("adapter_config.json")
     method = method_of(config)
     if is_reward_model(folder) and (is_adapter or not method.has_reward_head):
         what = "an adapter of a reward model" if is_adapter else "a reward model"
         message = f"This is {what}: it scores text and generates none; use it in `rlhf.rewards`, with type `model`."
-        found.append(BaseModelError("base_model", message))
-    if needs_weights and not is_adapter and (lacking := _lacking(folder, method.adapter == "forbidden")):
-        found.append(BaseModelError("base_model", lacking))
-    found += _of_architecture(folder, config)
+        conflicts.append(BaseModelError("base_model", message))
+    if needs_weights and not is_adapter and (lacking := _missing_weights(folder, method.adapter == "forbidden")):
+        conflicts.append(BaseModelError("base_model", lacking))
+    conflicts += _of_architecture(folder, config)
     if not is_adapter and not creates_model(config):
-        found += _outside_of_model(folder, config)
+        conflicts += _outside_of_model(folder, config)
     length, longest = config.get("max_seq_length"), longest_sequence(folder)
-    if "max_seq_length" in given and isinstance(length, int) and longest is not None and length > longest:
+    if "max_seq_length" in user_set_fields and isinstance(length, int) and longest is not None and length > longest:
         message = (
             f"The model takes at most {longest} tokens; set `max_seq_length` to that or less, or null for the limit."
         )
-        found.append(BaseModelError("max_seq_length", message))
-    return found
+        conflicts.append(BaseModelError("max_seq_length", message))
+    return conflicts
 
 
-def _lacking(folder: ModelFolder, from_scratch: bool) -> str | None:
+def _missing_weights(folder: ModelFolder, from_scratch: bool) -> str | None:
     """Return what is wrong with the weights in a model's folder, as far as can be seen without reading them."""
-    weights = folder.weights()
+    weights = folder.weight_sizes()
     if not weights:
         message = "The folder contains no safetensors weights; add them, or train from scratch with method `full`."
         return None if from_scratch else message
@@ -59,7 +59,7 @@ def _lacking(folder: ModelFolder, from_scratch: bool) -> str | None:
 
 def is_reward_model(folder: ModelFolder) -> bool | None:
     """Return True if a local model outputs one score instead of tokens; None if its files do not say."""
-    if folder.has("adapter_config.json"):
+    if folder.has_file("adapter_config.json"):
         task = folder.read_json("adapter_config.json").get("task_type")
         return task == "SEQ_CLS" if isinstance(task, str) else None
     names = folder.read_json("config.json").get("architectures")
@@ -71,7 +71,7 @@ def is_reward_model(folder: ModelFolder) -> bool | None:
 def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[BaseModelError]:
     """Return settings that are impossible for a model of a known family; nothing if a plugin creates the model."""
     model_config = folder.read_json("config.json")
-    if folder.has("adapter_config.json") or creates_model(config):
+    if folder.has_file("adapter_config.json") or creates_model(config):
         return []
     if wrong := impossible_size(model_config):
         return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
@@ -80,7 +80,7 @@ def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[Bas
     if not has_adapter or not isinstance(names, list):
         return []
     try:
-        there = modules(read(model_config))
+        there = module_names(read_architecture(model_config))
     except UnknownArchitecture:
         return []
     if there is None:
@@ -137,7 +137,7 @@ def tokenizer_conflict(tokenizer: ModelFolder, model: ModelFolder) -> str | None
 def _highest_token(folder: ModelFolder) -> int | None:
     """Return the highest id in a `tokenizer.json`; None if it cannot be read, or if there is none."""
     try:
-        content = json.loads(folder.read("tokenizer.json", _MAX_TOKENIZER_BYTES))
+        content = json.loads(folder.read_file("tokenizer.json", _MAX_TOKENIZER_BYTES))
         vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or ()
         # A mapping of ids, or of a Unigram model a list by id.
         highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1

@@ -49,7 +49,7 @@ def is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None
 
 
-def locate(
+def locate_model(
     settings: Settings,
     storage: Storage,
     name: str,
@@ -82,7 +82,7 @@ def locate(
                 f"The folder {name!r} below the models root contains neither config.json nor "
                 "adapter_config.json; put a model in Hugging Face format there.",
             )
-        return ModelLocation(name=_portable(settings, name), path=str(folder), hub=None, revision=None)
+        return ModelLocation(name=_portable_name(settings, name), path=str(folder), hub=None, revision=None)
     return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=revision)
 
 
@@ -100,13 +100,13 @@ def locate_tokenizer(settings: Settings, storage: Storage, name: str) -> ModelLo
     folder = folder_of(settings, name)
     if not folder.is_dir():
         return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=None)
-    if not any(ModelFolder(storage, folder).has(file) for file in _TOKENIZER_FILES):
+    if not any(ModelFolder(storage, folder).has_file(file) for file in _TOKENIZER_FILES):
         raise BaseModelError(
             "not_a_tokenizer",
             f"The folder {name!r} below the models root contains none of {', '.join(_TOKENIZER_FILES)}; put a "
             "tokenizer in Hugging Face format there.",
         )
-    return ModelLocation(name=_portable(settings, name), path=str(folder), hub=None, revision=None)
+    return ModelLocation(name=_portable_name(settings, name), path=str(folder), hub=None, revision=None)
 
 
 def _check_allowed(settings: Settings, name: str) -> None:
@@ -141,10 +141,12 @@ def folder_of(settings: Settings, name: str) -> Path:
             refuse_outside(name)
             others = (root / name for root in settings.model_roots[1:])
             first = settings.models_folder / name
-            return _inside(settings, first if first.exists() else next((one for one in others if one.is_dir()), first))
+            return _resolve_inside(
+                settings, first if first.exists() else next((one for one in others if one.is_dir()), first)
+            )
         refuse_outside(name[1:])
         if any(Path(name).is_relative_to(root) for root in settings.model_roots):
-            return _inside(settings, Path(name))
+            return _resolve_inside(settings, Path(name))
     extra = ", ".join(str(root) for root in settings.model_roots[1:])
     raise BaseModelError(
         "outside_models_root",
@@ -169,13 +171,13 @@ def base_folder(settings: Settings, storage: Storage, adapter: ModelFolder, name
     return None
 
 
-def _portable(settings: Settings, name: str) -> str:
+def _portable_name(settings: Settings, name: str) -> str:
     """Return a local name without its root: it appears in outputs, which must not name a folder of this server."""
     below = [root for root in settings.model_roots if name.startswith("/") and Path(name).is_relative_to(root)]
     return str(Path(name).relative_to(below[0])) if below else name
 
 
-def _inside(settings: Settings, path: Path) -> Path:
+def _resolve_inside(settings: Settings, path: Path) -> Path:
     """Return `path`, or where its links lead if that is below a root; raise `OutsideStorage` otherwise."""
     real = Path(os.path.realpath(path))
     for root in settings.model_roots:
@@ -204,4 +206,4 @@ def _hub_name(settings: Settings, name: str) -> str:
 
 def holds_model(folder: ModelFolder) -> bool:
     """Return True if a folder has the configuration of a model or an adapter."""
-    return any(folder.has(file) for file in _MODEL_FILES)
+    return any(folder.has_file(file) for file in _MODEL_FILES)

@@ -8,7 +8,7 @@ from app.config import Settings, model_source_environment
 from app.infra.process.identity import boot_id, pid_namespace
 
 
-def fingerprint(settings: Settings) -> str | None:
+def source_fingerprint(settings: Settings) -> str | None:
     """Return a digest of where training processes of this process look for models; None if that is not known here.
 
     Two processes with the same digest are of one user of one machine or container, with the same folders, the same

@@ -35,7 +35,7 @@ _STANDARD_DEVIATION = 0.02
 _SEED = 0
 
 
-def create(models_folder: Path, name: str) -> Path:
+def create_tiny_model(models_folder: Path, name: str) -> Path:
     """Write the model below `models_folder` and return its folder, which appears when it is complete.
 
     Raises:
@@ -115,13 +115,13 @@ def _write_weights(folder: Path) -> None:
         name: numpy.ones(shape, numpy.float32)
         if len(shape) == 1
         else random.standard_normal(shape, numpy.float32) * numpy.float32(_STANDARD_DEVIATION)
-        for name, shape in _shapes(json.loads((folder / "config.json").read_text()))
+        for name, shape in _tensor_shapes(json.loads((folder / "config.json").read_text()))
     }
     # Not by `save_file`, whose file only its owner may read: the trainer may have a user of its own.
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
 
 
-def _shapes(config: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _tensor_shapes(config: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of each tensor of a Llama without tied embeddings and biases."""
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", (vocabulary, hidden)

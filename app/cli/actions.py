@@ -4,7 +4,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import After, AsJson, Limit, command_group, connected, details, document, listing, note, page, say
+from app.cli.console import (
+    After,
+    AsJson,
+    Limit,
+    command_group,
+    open_client,
+    print_details,
+    print_json,
+    print_listing,
+    print_note,
+    print_text,
+    split_page,
+)
 from app.cli.names import RunId, id_within
 
 if TYPE_CHECKING:
@@ -19,42 +31,44 @@ Wait = Annotated[
 ]
 
 
-def _request(run_id: str, action: "Name", wait: bool, as_json: bool, **parameters: Any) -> None:
-    with connected() as client:
+def _request_action(run_id: str, action: "Name", wait: bool, as_json: bool, **parameters: Any) -> None:
+    with open_client() as client:
         before = client.runs.get(run_id).last_seq
-        asked = client.actions.create(run_id, action, **parameters)
+        action_read = client.actions.create(run_id, action, **parameters)
         if wait:
-            asked = _wait_until_done(client, asked, before)
+            action_read = _wait_until_done(client, action_read, before)
         if as_json:
-            document(asked)
-        elif asked.status == "waiting":
-            note(f"The run performs it at the end of a step. Check with `anneal actions show {run_id} {asked.id}`.")
-            say(asked.id)
+            print_json(action_read)
+        elif action_read.status == "waiting":
+            print_note(
+                f"The run performs it at the end of a step. Check with `anneal actions show {run_id} {action_read.id}`."
+            )
+            print_text(action_read.id)
         else:
-            _print_action(asked)
-        if asked.status in ("refused", "failed"):
+            _print_action(action_read)
+        if action_read.status in ("refused", "failed"):
             raise typer.Exit(1)
 
 
-def _wait_until_done(client: "Anneal", asked: "ActionRead", after: int) -> "ActionRead":
+def _wait_until_done(client: "Anneal", action: "ActionRead", after: int) -> "ActionRead":
     """Wait for the result of the action, or for the end of the run, and return the action."""
-    for event in client.runs.events(asked.run_id, after=after, types=["action", "checkpoint", "end"]):
-        if event.type == "end" or getattr(event, "action_id", None) == asked.id:
+    for event in client.runs.events(action.run_id, after=after, types=["action", "checkpoint", "end"]):
+        if event.type == "end" or getattr(event, "action_id", None) == action.id:
             break
-    return client.actions.get(asked.run_id, asked.id)
+    return client.actions.get(action.run_id, action.id)
 
 
 def _print_action(action: "ActionRead") -> None:
     result = dict(action.result or {})
     samples = result.pop("samples", [])
-    details(
+    print_details(
         {
             "id": action.id, "action": action.action, "status": action.status, "step": action.step,
             "message": action.message, **action.parameters, **result,
         } | {"prompts": None if samples else action.parameters.get("prompts")}
     )  # fmt: skip
     for sample in samples:
-        say(f"\n> {sample['prompt']}\n{sample['completion']}")
+        print_text(f"\n> {sample['prompt']}\n{sample['completion']}")
 
 
 @commands.command()
@@ -68,7 +82,7 @@ def checkpoint(
 
     Example: `anneal actions checkpoint --pin --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _request(run_id, "checkpoint", wait, as_json, pin=pin)
+    _request_action(run_id, "checkpoint", wait, as_json, pin=pin)
 
 
 @commands.command()
@@ -77,7 +91,7 @@ def evaluate(run_id: RunId, wait: Wait = False, as_json: AsJson = False) -> None
 
     Example: `anneal actions evaluate --wait run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _request(run_id, "evaluate", wait, as_json)
+    _request_action(run_id, "evaluate", wait, as_json)
 
 
 @commands.command()
@@ -97,7 +111,7 @@ def sample(
 
     Example: `anneal actions sample --wait -p "What is a lease?" run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _request(run_id, "sample", wait, as_json, prompts=prompts, max_new_tokens=tokens, temperature=temperature)
+    _request_action(run_id, "sample", wait, as_json, prompts=prompts, max_new_tokens=tokens, temperature=temperature)
 
 
 # A negative number is a value, which the service refuses with its reason.
@@ -112,7 +126,7 @@ def set_learning_rate(
 
     Example: `anneal actions set-learning-rate run_01k3x9m6q2v8s4t0w7y5z1a3b6 1e-4`
     """
-    _request(run_id, "set_learning_rate", wait, as_json, learning_rate=learning_rate)
+    _request_action(run_id, "set_learning_rate", wait, as_json, learning_rate=learning_rate)
 
 
 @commands.command()
@@ -131,7 +145,7 @@ def extend(
     """
     if (max_steps is None) == (epochs is None):
         raise typer.BadParameter("Give the new total length of the run: either --max-steps or --epochs.")
-    _request(run_id, "extend", wait, as_json, max_steps=max_steps, epochs=epochs)
+    _request_action(run_id, "extend", wait, as_json, max_steps=max_steps, epochs=epochs)
 
 
 @commands.command("list")
@@ -140,10 +154,10 @@ def list_actions(run_id: RunId, limit: Limit = 50, after: After = None, as_json:
 
     Example: `anneal actions list run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    with connected() as client:
-        found, has_more = page(client.actions.list(run_id, limit=limit + 1, after=after), limit)
-        rows = [(it.id, it.action, it.status, it.step, it.parameters, it.created_at) for it in found]
-        listing(found, has_more, as_json, ("id", "action", "status", "step", "parameters", "created"), rows)
+    with open_client() as client:
+        actions, has_more = split_page(client.actions.list(run_id, limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.action, it.status, it.step, it.parameters, it.created_at) for it in actions]
+        print_listing(actions, has_more, as_json, ("id", "action", "status", "step", "parameters", "created"), rows)
 
 
 @commands.command()
@@ -158,9 +172,9 @@ def show(
 
     Example: `anneal actions show run_01k3x9m6q2v8s4t0w7y5z1a3b6 act_01k3x9m6q2v8s4t0w7y5z1a3d0`
     """
-    with connected() as client:
-        found = client.actions.get(run_id, id_within("action", action_id, client.actions.list(run_id)))
+    with open_client() as client:
+        action = client.actions.get(run_id, id_within("action", action_id, client.actions.list(run_id)))
         if as_json:
-            document(found)
+            print_json(action)
         else:
-            _print_action(found)
+            _print_action(action)

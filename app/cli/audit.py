@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.console import AsJson, document, say
+from app.cli.console import AsJson, print_json, print_text
 from app.cli.errors import plain_errors, settings_with_urls
 
 
@@ -22,7 +22,7 @@ def audit(
     """
     from sqlalchemy.orm import Session
 
-    from app.audit.log import Filters, listing
+    from app.audit.log import Filters, select_entries
     from app.contracts.schemas.audit import AuditView
     from app.contracts.schemas.page import Page
     from app.infra.clock import utc_now
@@ -32,14 +32,16 @@ def audit(
     with plain_errors():
         settings = settings_with_urls()
         since = None if days is None else utc_now() - timedelta(days=days)
-        query = listing(Filters(key, resource, since)).order_by(AuditEntry.id.desc()).limit(limit + 1)
+        query = select_entries(Filters(key, resource, since)).order_by(AuditEntry.id.desc()).limit(limit + 1)
         with Session(sync_engine(settings.database_url or "", pool_size=0, name="anneal-audit")) as session:
             calls = session.scalars(query).all()
             if as_json:
                 shown = [AuditView.model_validate(call) for call in calls[:limit]]
-                document(Page(data=shown, has_more=len(calls) > limit))
+                print_json(Page(data=shown, has_more=len(calls) > limit))
                 return
             for call in calls[:limit]:
                 what = f"{call.method} {call.route}"
                 who = f"{call.key_name} ({call.key_id or 'on the server'})"
-                say(f"{call.ts:%Y-%m-%d %H:%M:%S}  {call.status or '   '}  {what}  {call.resource or '-'}  {who}")
+                print_text(
+                    f"{call.ts:%Y-%m-%d %H:%M:%S}  {call.status or '   '}  {what}  {call.resource or '-'}  {who}"
+                )

@@ -36,10 +36,10 @@ def ca_file() -> Path | None:
     return _ca_file.get()
 
 
-def use_json_errors(wanted: bool) -> bool:
-    """Print the errors of this command as JSON, if `wanted`, and return it."""
-    _json_errors.set(wanted)
-    return wanted
+def use_json_errors(is_enabled: bool) -> bool:
+    """Print the errors of this command as JSON, if `is_enabled`, and return it."""
+    _json_errors.set(is_enabled)
+    return is_enabled
 
 
 AsJson = Annotated[
@@ -111,7 +111,7 @@ def new_quota(max_devices: int | None, no_max_devices: bool) -> dict[str, int | 
 
 
 @contextmanager
-def connected() -> "Iterator[Anneal]":
+def open_client() -> "Iterator[Anneal]":
     """Yield a client of the service; print its errors as one sentence and exit with code 1."""
     from app.client.client import Anneal
     from app.client.errors import AnnealError
@@ -120,7 +120,7 @@ def connected() -> "Iterator[Anneal]":
 
     def on_retry(error: AnnealError) -> None:
         if not reported and not _json_errors.get():
-            note(f"{error_text.in_commands(error.detail)} Trying again for {_PATIENCE:.0f} s …")
+            print_note(f"{error_text.in_commands(error.detail)} Trying again for {_PATIENCE:.0f} s …")
         reported.append(error)
 
     with plain_errors(), Anneal(ca_file=ca_file(), patience=_PATIENCE, on_retry=on_retry) as client:
@@ -138,7 +138,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except AnnealError as error:
-        fail(*error_text.lines(error), code=error.code, errors=error.errors)
+        fail(*error_text.error_lines(error), code=error.code, errors=error.errors)
     except RunFileError as error:
         fail(str(error), code="invalid_file")
     except ValidationError as error:
@@ -173,7 +173,7 @@ def option_hint(code: str, sentence: str) -> Iterator[None]:
         raise
 
 
-def say(text: object, *, err: bool = False) -> None:
+def print_text(text: object, *, err: bool = False) -> None:
     """Print text; a name or a log line in it, which anyone may have chosen, controls no terminal."""
     typer.echo(plain_text(str(text)), err=err)
 
@@ -187,43 +187,43 @@ def fail(sentence: str, *details: str, code: str = "refused", errors: "Sequence[
         typer.echo(_json_text(problem, sys.stderr), err=True)
     else:
         for line in (f"anneal: {sentence}", *details):
-            say(line, err=True)
+            print_text(line, err=True)
     raise typer.Exit(1)
 
 
-def confirm(consequence: str, otherwise: str = "Nothing is deleted.") -> None:
+def confirm_or_exit(consequence: str, otherwise: str = "Nothing is deleted.") -> None:
     """Print the consequence and ask; unless the answer is yes, print `otherwise` and exit with code 1."""
-    note(consequence)
+    print_note(consequence)
     try:
         agreed = typer.confirm("Continue?", err=True)
     except typer.Abort:  # Ctrl-C, or standard input has no answer
-        note("")
+        print_note("")
         agreed = False
     if not agreed:
         fail(f"{otherwise} In a script, use --yes.", code="not_confirmed")
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a message for people on standard error; scripts read standard output."""
-    say(text, err=True)
+    print_text(text, err=True)
 
 
-def deleted(id: str, as_json: bool) -> None:
+def report_deleted(id: str, as_json: bool) -> None:
     """Report that the resource is deleted."""
     if as_json:
-        document({"id": id, "deleted": True})
+        print_json({"id": id, "deleted": True})
     else:
-        note(f"{id} is deleted.")
+        print_note(f"{id} is deleted.")
 
 
-def document(value: "BaseModel | Mapping[str, Any]") -> None:
+def print_json(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one JSON document."""
-    typer.echo(_json_text(_plain(value), sys.stdout, indent=2))
+    typer.echo(_json_text(_plain_value(value), sys.stdout, indent=2))
 
 
 def json_line(value: "BaseModel | Mapping[str, Any]") -> None:
     """Print one line of JSON and flush it."""
-    typer.echo(_json_text(_plain(value), sys.stdout, separators=(",", ":")))
+    typer.echo(_json_text(_plain_value(value), sys.stdout, separators=(",", ":")))
     sys.stdout.flush()
 
 
@@ -233,36 +233,38 @@ def _json_text(value: Any, stream: TextIO, **options: Any) -> str:
     return plain_json(json.dumps(value, ensure_ascii=not is_unicode, **options))
 
 
-def page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":
+def split_page(items: "Iterable[BaseModel]", limit: int) -> "tuple[list[Any], bool]":
     """Return the first `limit` items and True if there are more; request `limit + 1` items for this."""
-    found = list(items)
-    return found[:limit], len(found) > limit
+    fetched = list(items)
+    return fetched[:limit], len(fetched) > limit
 
 
-def listing(
+def print_listing(
     items: "Sequence[BaseModel]", has_more: bool, as_json: bool, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 ) -> None:
     """Print a list as a table with long cells truncated, or as JSON in the format of the API."""
     if as_json:
-        document({"data": [_plain(item) for item in items], "has_more": has_more})
+        print_json({"data": [_plain_value(item) for item in items], "has_more": has_more})
         return
-    cells = [[_cut(value_text(cell)) for cell in row] for row in rows]
-    table([column.upper() for column in columns], cells, fits=True)
+    cells = [[_cut_cell(value_text(cell)) for cell in row] for row in rows]
+    print_table([column.upper() for column in columns], cells, fits=True)
     if has_more:
-        note(f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit.")
+        print_note(
+            f"There are more. Use --after {getattr(items[-1], 'id', '')} for the next page, or a higher --limit."
+        )
 
 
-def _cut(text: str) -> str:
+def _cut_cell(text: str) -> str:
     return text if len(text) <= _WIDEST_CELL else f"{text[: _WIDEST_CELL - 1]}…"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, fits: bool = False) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, fits: bool = False) -> None:
     """Print rows under column headers; on a terminal, long cells continue on the next line.
 
     With `fits`, each row takes one line of a terminal: its last columns are left out, and long cells cut, as needed.
     """
     if not rows:
-        note("There are none.")
+        print_note("There are none.")
         return
     rows = [[plain_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in [columns, *rows]) for n in range(len(columns))]
@@ -272,41 +274,42 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, fits: bool =
 
         console = Console(highlight=False)
         grid = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
-        shown: Sequence[int | None] = _fitting(widths, console.width) if fits else [None] * len(columns)
+        shown: Sequence[int | None] = _fitting_widths(widths, console.width) if fits else [None] * len(columns)
         for number, (column, width) in enumerate(zip(columns, shown, strict=False)):
             overflow: Literal["ellipsis", "fold"] = "ellipsis" if fits else "fold"
             grid.add_column(column, no_wrap=fits or number == 0, overflow=overflow, width=width)
         for row in rows:
-            grid.add_row(*(_unmarked(cell) for cell in row[: len(shown)]))
+            grid.add_row(*(_escape_markup(cell) for cell in row[: len(shown)]))
         console.print(grid)
         return
     for row in [columns, *rows]:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _fitting(widths: Sequence[int], line: int) -> list[int]:
+def _fitting_widths(widths: Sequence[int], line: int) -> list[int]:
     """Return the widths of the columns that fit on a line of so many characters, of which only the first is whole."""
 
-    def cut(most: int) -> list[int]:
+    def cut_columns(most: int) -> list[int]:
         return [widths[0], *(min(width, most) for width in widths[1:shown])]
 
-    def fits(columns: Sequence[int]) -> bool:
+    def is_fitting(columns: Sequence[int]) -> bool:
         return sum(columns) + _GAP * (len(columns) - 1) <= line
 
     shown = len(widths)
-    while shown > 1 and not fits(cut(_NARROWEST_CELL)):
+    while shown > 1 and not is_fitting(cut_columns(_NARROWEST_CELL)):
         shown -= 1
     return next(
-        (cut(most) for most in range(max(widths), _NARROWEST_CELL, -1) if fits(cut(most))), cut(_NARROWEST_CELL)
+        (cut_columns(most) for most in range(max(widths), _NARROWEST_CELL, -1) if is_fitting(cut_columns(most))),
+        cut_columns(_NARROWEST_CELL),
     )
 
 
-def details(pairs: Mapping[str, Any]) -> None:
+def print_details(pairs: Mapping[str, Any]) -> None:
     """Print one line for each value that is set."""
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
         if value is not None and value != "" and value != []:
-            say(f"{name.ljust(width)}  {value_text(value)}")
+            print_text(f"{name.ljust(width)}  {value_text(value)}")
 
 
 def value_text(value: Any) -> str:
@@ -324,7 +327,7 @@ def value_text(value: Any) -> str:
     return str(value)
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """Format a number of bytes."""
     number = float(count)
     for unit in ("bytes", "kB", "MB"):
@@ -335,7 +338,7 @@ def size(count: int) -> str:
 
 
 @contextmanager
-def transfer(label: str, total: int | None) -> "Iterator[Any]":
+def show_transfer(label: str, total: int | None) -> "Iterator[Any]":
     """Show a progress bar on a terminal for a transfer.
 
     Yields a callback that takes the number of bytes transferred so far, or None without a terminal.
@@ -348,12 +351,12 @@ def transfer(label: str, total: int | None) -> "Iterator[Any]":
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(_unmarked(label), total=total)
+        task = progress.add_task(_escape_markup(label), total=total)
         yield lambda done: progress.update(task, completed=done)
 
 
 @contextmanager
-def phases() -> "Iterator[Callable[[str, float | None, float | None], None]]":
+def show_phases() -> "Iterator[Callable[[str, float | None, float | None], None]]":
     """Show the phases of a long work: as a progress bar on a terminal, elsewhere with a line for each phase.
 
     Yields a callback that takes the phase, with what is done of how much.
@@ -361,12 +364,12 @@ def phases() -> "Iterator[Callable[[str, float | None, float | None], None]]":
     if not sys.stderr.isatty():
         begun: set[str] = set()
 
-        def name(phase: str, _done: float | None, _total: float | None) -> None:
+        def print_phase(phase: str, _done: float | None, _total: float | None) -> None:
             if phase not in begun:
                 begun.add(phase)
-                note(f"{phase} …")
+                print_note(f"{phase} …")
 
-        yield name
+        yield print_phase
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -374,19 +377,19 @@ def phases() -> "Iterator[Callable[[str, float | None, float | None], None]]":
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
 
-        def show(phase: str, done: float | None, total: float | None) -> None:
-            progress.update(task, description=_unmarked(phase), completed=done or 0, total=total or None)
+        def update_bar(phase: str, done: float | None, total: float | None) -> None:
+            progress.update(task, description=_escape_markup(phase), completed=done or 0, total=total or None)
 
-        yield show
+        yield update_bar
 
 
-def _unmarked(text: str) -> str:
+def _escape_markup(text: str) -> str:
     from rich.markup import escape
 
     return escape(plain_line(text))
 
 
-def _plain(value: "BaseModel | Mapping[str, Any]") -> Any:
+def _plain_value(value: "BaseModel | Mapping[str, Any]") -> Any:
     return value if isinstance(value, Mapping) else value.model_dump(mode="json", by_alias=True)
 
 

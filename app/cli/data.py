@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, CommandGroup, document, note, size, transfer
+from app.cli.console import AsJson, CommandGroup, format_size, print_json, print_note, show_transfer
 from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 
 if TYPE_CHECKING:
@@ -29,25 +29,25 @@ class _ConsoleProgress:
     """Progress on standard error: a bar on a terminal, otherwise a line every ten seconds."""
 
     def say(self, text: str) -> None:
-        note(text)
+        print_note(text)
 
     @contextmanager
     def step(self, label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-        note(f"{label}{'' if total is None else f' ({size(total)})'} …")
-        with transfer(label, total) as bar:
-            yield _lines(label, total) if bar is None else bar
+        print_note(f"{label}{'' if total is None else f' ({format_size(total)})'} …")
+        with show_transfer(label, total) as bar:
+            yield _line_reporter(label, total) if bar is None else bar
 
 
-def _lines(label: str, total: int | None) -> Callable[[int], None]:
+def _line_reporter(label: str, total: int | None) -> Callable[[int], None]:
     shown_at = time.monotonic()
 
-    def report(done: int) -> None:
+    def report_line(done: int) -> None:
         nonlocal shown_at
         if time.monotonic() - shown_at >= _LINE_SECONDS:
             shown_at = time.monotonic()
-            note(f"{label}: {size(done)}{'' if total is None else f' of {size(total)}'}")
+            print_note(f"{label}: {format_size(done)}{'' if total is None else f' of {format_size(total)}'}")
 
-    return report
+    return report_line
 
 
 storage = typer.Typer(
@@ -89,7 +89,7 @@ def backup(
         facts = {"files": manifest.files, "file_bytes": manifest.file_bytes, "copied": created.counts.copied}
         counts = {"copied_bytes": created.counts.copied_bytes, "database_bytes": manifest.database.bytes}
         problems = [problem.model_dump() for problem in manifest.problems]
-        document({"backup": str(created.backup.folder), **facts, **counts, "problems": problems})
+        print_json({"backup": str(created.backup.folder), **facts, **counts, "problems": problems})
     else:
         _show_created(created, str(settings.secret_key_path))
     raise typer.Exit(1 if manifest.problems else 0)
@@ -121,7 +121,7 @@ def restore(
         aside = None if restored.aside is None else str(restored.aside)
         problems = [problem.model_dump() for problem in restored.problems]
         report = {"backup": str(restored.backup.folder), "replaced": aside, "problems": problems}
-        document({**report, "unreadable_secrets": restored.unreadable_secrets})
+        print_json({**report, "unreadable_secrets": restored.unreadable_secrets})
     else:
         _show_restored(restored, str(settings.secret_key_path))
     raise typer.Exit(1 if restored.problems else 0)
@@ -168,14 +168,16 @@ def export(
     }
     if as_json:
         files = {"files": created.files, "file_bytes": created.file_bytes, "left_out": selection.live}
-        document(
+        print_json(
             {"archive": str(created.path), **counts, **files, "problems": [item.model_dump() for item in problems]}
         )
     else:
-        note(f"{_counted(counts)}; {created.files:,} files ({size(created.file_bytes)}).")
+        print_note(f"{_count_text(counts)}; {created.files:,} files ({format_size(created.file_bytes)}).")
         if selection.live:
             named = ", ".join(selection.live[:_MOST_SHOWN])
-            note(f"Left out, because they or runs that they need have not ended: {len(selection.live)} runs ({named}).")
+            print_note(
+                f"Left out, because they or runs that they need have not ended: {len(selection.live)} runs ({named})."
+            )
         _show_problems("Missing, corrupt or unreadable in the service, and so in the archive:", problems)
         typer.echo(created.path)
     raise typer.Exit(1 if problems else 0)
@@ -207,13 +209,13 @@ def import_archive(
     if as_json:
         problems = [problem.model_dump() for problem in imported.problems]
         counts = {"added": added, "present": present, "skipped_keys": imported.skipped_keys, "files": imported.files}
-        document({**counts, "problems": problems})
+        print_json({**counts, "problems": problems})
     else:
-        note(f"Added: {_counted(added)}; {imported.files:,} files.")
+        print_note(f"Added: {_count_text(added)}; {imported.files:,} files.")
         if any(present.values()):
-            note(f"Here already: {_counted(present)}.")
+            print_note(f"Here already: {_count_text(present)}.")
         if imported.skipped_keys:
-            note(f"{imported.skipped_keys} API keys are not imported without --with-keys.")
+            print_note(f"{imported.skipped_keys} API keys are not imported without --with-keys.")
         _show_problems("Not in the archive as they were stored:", imported.problems)
     raise typer.Exit(1 if imported.problems else 0)
 
@@ -245,49 +247,53 @@ def copy(
 def _show_created(created: "CreatedBackup", secret_key: str) -> None:
     manifest, counts = created.backup.manifest, created.counts
     if manifest.object_store is not None:
-        note(
+        print_note(
             f"The files are in {manifest.object_store} and are not copied: protect them with the store's own versions."
         )
     else:
-        note(
-            f"{counts.copied:,} files copied ({size(counts.copied_bytes)}), {counts.reused:,} unchanged; "
-            f"{size(manifest.file_bytes)} in all."
+        print_note(
+            f"{counts.copied:,} files copied ({format_size(counts.copied_bytes)}), {counts.reused:,} unchanged; "
+            f"{format_size(manifest.file_bytes)} in all."
         )
     if manifest.removed:
-        note(f"Deleted while the backup ran, and not in it: {len(manifest.removed)} checkpoints, datasets or outputs.")
+        print_note(
+            f"Deleted while the backup ran, and not in it: {len(manifest.removed)} checkpoints, datasets or outputs."
+        )
     if created.secrets and not created.has_secret_key:
-        note(f"The key of the secrets is not in the backup: store a copy of {secret_key} in another place.")
-    note("Base models on this machine are not in the backup either.")
+        print_note(f"The key of the secrets is not in the backup: store a copy of {secret_key} in another place.")
+    print_note("Base models on this machine are not in the backup either.")
     for old in created.deleted:
-        note(f"Deleted {old}.")
+        print_note(f"Deleted {old}.")
     _show_problems("Missing, corrupt or unreadable in the service, and so in the backup:", manifest.problems)
     typer.echo(created.backup.folder)
 
 
 def _show_restored(restored: "RestoredBackup", secret_key: str) -> None:
     manifest = restored.backup.manifest
-    note(f"Restored {restored.backup.folder} of {manifest.created_at:%Y-%m-%d %H:%M} UTC: {manifest.files:,} files.")
+    print_note(
+        f"Restored {restored.backup.folder} of {manifest.created_at:%Y-%m-%d %H:%M} UTC: {manifest.files:,} files."
+    )
     if restored.aside is not None:
-        note(f"What was here before is in {restored.aside}: delete it when you no longer need it.")
+        print_note(f"What was here before is in {restored.aside}: delete it when you no longer need it.")
     if restored.unreadable_secrets:
-        note(
+        print_note(
             f"{restored.unreadable_secrets} secrets cannot be decrypted: copy the key file of the service to "
             f"{secret_key}, or set them again with `anneal secrets set`."
         )
     _show_problems("Not as they were stored:", restored.problems)
     if not restored.problems:
-        note("Every dataset, checkpoint and output is as it was stored.")
-    note("Start the service: runs that were training continue from their last checkpoint.")
+        print_note("Every dataset, checkpoint and output is as it was stored.")
+    print_note("Start the service: runs that were training continue from their last checkpoint.")
 
 
 def _show_problems(title: str, problems: "Sequence[Problem]") -> None:
     if problems:
-        note(title)
+        print_note(title)
         for problem in problems[:_MOST_SHOWN]:
-            note(f"  {problem}")
+            print_note(f"  {problem}")
         if len(problems) > _MOST_SHOWN:
-            note(f"  and {len(problems) - _MOST_SHOWN} more, which `--json` prints.")
+            print_note(f"  and {len(problems) - _MOST_SHOWN} more, which `--json` prints.")
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _count_text(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count) or "nothing"

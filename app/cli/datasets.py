@@ -11,17 +11,17 @@ from app.cli.console import (
     AsJson,
     Limit,
     command_group,
-    connected,
-    deleted,
-    details,
-    document,
     fail,
-    listing,
-    note,
-    page,
-    say,
-    size,
-    transfer,
+    format_size,
+    open_client,
+    print_details,
+    print_json,
+    print_listing,
+    print_note,
+    print_text,
+    report_deleted,
+    show_transfer,
+    split_page,
 )
 from app.cli.names import DatasetId, Sources, id_of_dataset
 
@@ -56,10 +56,10 @@ def upload(
 
     Example: `anneal datasets upload chats.jsonl --name "support, May"`, or `… | anneal datasets upload - --name chats`
     """
-    columns = _columns(column)
-    with connected() as client:
+    columns = _parse_columns(column)
+    with open_client() as client:
         is_piped = str(file) == "-"
-        with transfer(file.name, None if is_piped else file.stat().st_size) as update:
+        with show_transfer(file.name, None if is_piped else file.stat().st_size) as update:
             dataset = client.datasets.upload(
                 sys.stdin.buffer if is_piped else file,
                 name=name,
@@ -90,8 +90,8 @@ def load_from_hub(
 
     Example: `anneal datasets import openai/gsm8k --subset main --column prompt=question --column completion=answer`
     """
-    columns = _columns(column)
-    with connected() as client:
+    columns = _parse_columns(column)
+    with open_client() as client:
         dataset = client.datasets.load_from_hub(
             hub, split=split, subset=subset, revision=revision, name=name, format=format, columns=columns,
             tokenizer=tokenizer,
@@ -120,11 +120,11 @@ def mix(
     Example: `anneal datasets mix "chats and code" chats:0.7 code:0.3`
     """
     strategy = "all_exhausted" if all_exhausted else "first_exhausted"
-    with connected() as client:
-        made = client.datasets.mix(
+    with open_client() as client:
+        mixed = client.datasets.mix(
             name, [_mix_source(source, weight_column) for source in sources], stopping_strategy=strategy, seed=seed
         )
-        _print_created(made, as_json)
+        _print_created(mixed, as_json)
 
 
 def _mix_source(text: str, weight_column: str | None) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _mix_source(text: str, weight_column: str | None) -> dict[str, Any]:
     return parts if weight_column is None else {**parts, "weight_column": weight_column}
 
 
-def _columns(pairs: list[str] | None) -> dict[str, str] | None:
+def _parse_columns(pairs: list[str] | None) -> dict[str, str] | None:
     columns = {}
     for pair in pairs or []:
         ours, equals, theirs = pair.partition("=")
@@ -152,14 +152,14 @@ def _columns(pairs: list[str] | None) -> dict[str, str] | None:
 
 def _print_created(dataset: "DatasetView", as_json: bool) -> None:
     if as_json:
-        document(dataset)
+        print_json(dataset)
         return
     tokens = f", {dataset.token_statistics.total:,} tokens" if dataset.token_statistics else ""
-    note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {size(dataset.bytes)}{tokens}")
-    say(dataset.id)
+    print_note(f"{dataset.name}: {dataset.rows:,} rows, {dataset.format}, {format_size(dataset.bytes)}{tokens}")
+    print_text(dataset.id)
 
 
-def _source(dataset: "DatasetView") -> str:
+def _source_text(dataset: "DatasetView") -> str:
     """Return how the dataset was made in words, such as `csv with semicolons, gzip, alpaca`."""
     from app.contracts.schemas.datasets import MixRecipe
 
@@ -188,10 +188,10 @@ def list_datasets(limit: Limit = 50, after: After = None, as_json: AsJson = Fals
 
     Example: `anneal datasets list --limit 10`
     """
-    with connected() as client:
-        found, has_more = page(client.datasets.list(limit=limit + 1, after=after), limit)
-        rows = [(it.id, it.name, it.format, f"{it.rows:,}", size(it.bytes), it.created_at) for it in found]
-        listing(found, has_more, as_json, ("id", "name", "format", "rows", "size", "created"), rows)
+    with open_client() as client:
+        datasets, has_more = split_page(client.datasets.list(limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.name, it.format, f"{it.rows:,}", format_size(it.bytes), it.created_at) for it in datasets]
+        print_listing(datasets, has_more, as_json, ("id", "name", "format", "rows", "size", "created"), rows)
 
 
 @commands.command()
@@ -200,16 +200,16 @@ def show(dataset_id: DatasetId, as_json: AsJson = False) -> None:
 
     Example: `anneal datasets show ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
     """
-    with connected() as client:
+    with open_client() as client:
         dataset = client.datasets.get(dataset_id)
         if as_json:
-            document(dataset)
+            print_json(dataset)
             return
-        details(
+        print_details(
             {
                 "id": dataset.id, "name": dataset.name, "format": dataset.format, "rows": f"{dataset.rows:,}",
-                "size": size(dataset.bytes), "sha256": dataset.sha256, "columns": dataset.columns,
-                "made from": _source(dataset), "created": dataset.created_at, "tokens": dataset.token_statistics,
+                "size": format_size(dataset.bytes), "sha256": dataset.sha256, "columns": dataset.columns,
+                "made from": _source_text(dataset), "created": dataset.created_at, "tokens": dataset.token_statistics,
                 **_mixed_from(dataset), **{f"row {number}": row for number, row in enumerate(dataset.preview, 1)},
             }
         )  # fmt: skip
@@ -226,7 +226,7 @@ def content(
 
     Example: `anneal datasets content ds_01k3x9m6q2v8s4t0w7y5z1a3b7 -o chats.jsonl`
     """
-    with connected() as client:
+    with open_client() as client:
         pieces = client.datasets.content(dataset_id)
         if output is None:
             for piece in pieces:
@@ -251,6 +251,6 @@ def delete(dataset_id: DatasetId, as_json: AsJson = False) -> None:
 
     Example: `anneal datasets delete ds_01k3x9m6q2v8s4t0w7y5z1a3b7`
     """
-    with connected() as client:
+    with open_client() as client:
         client.datasets.delete(dataset_id)
-    deleted(dataset_id, as_json)
+    report_deleted(dataset_id, as_json)

@@ -34,7 +34,7 @@ def in_commands(text: str) -> str:
     return text
 
 
-def lines(error: "AnnealError") -> list[str]:
+def error_lines(error: "AnnealError") -> list[str]:
     """Return the sentence of an error, and a line for each further problem."""
     detail, items = error.detail, error.errors
     if len(items) > 1 and items[0].message.rstrip(".") in detail:  # it quotes the first one only

@@ -12,16 +12,16 @@ from app.cli.console import (
     NewMaxDevices,
     NoMaxDevices,
     command_group,
-    confirm,
-    connected,
-    deleted,
-    details,
-    document,
-    listing,
+    confirm_or_exit,
     new_quota,
-    note,
-    page,
-    say,
+    open_client,
+    print_details,
+    print_json,
+    print_listing,
+    print_note,
+    print_text,
+    report_deleted,
+    split_page,
 )
 from app.cli.names import ExperimentId
 from app.cli.runs.state_text import status_text
@@ -44,12 +44,12 @@ def create(
 
     Example: `anneal experiments create docstrings --description "Which rank is enough?" --tag python`
     """
-    with connected() as client:
-        made = client.experiments.create(name, description=description, tags=tags, max_devices=max_devices)
+    with open_client() as client:
+        experiment = client.experiments.create(name, description=description, tags=tags, max_devices=max_devices)
         if as_json:
-            document(made)
+            print_json(experiment)
         else:
-            say(made.id)
+            print_text(experiment.id)
 
 
 @commands.command("list")
@@ -58,10 +58,10 @@ def list_experiments(limit: Limit = 50, after: After = None, as_json: AsJson = F
 
     Example: `anneal experiments list`
     """
-    with connected() as client:
-        found, has_more = page(client.experiments.list(limit=limit + 1, after=after), limit)
-        rows = [(it.id, it.name, it.tags, it.created_at) for it in found]
-        listing(found, has_more, as_json, ("id", "name", "tags", "created"), rows)
+    with open_client() as client:
+        experiments_page, has_more = split_page(client.experiments.list(limit=limit + 1, after=after), limit)
+        rows = [(it.id, it.name, it.tags, it.created_at) for it in experiments_page]
+        print_listing(experiments_page, has_more, as_json, ("id", "name", "tags", "created"), rows)
 
 
 @commands.command()
@@ -70,21 +70,22 @@ def show(experiment_id: ExperimentId, as_json: AsJson = False) -> None:
 
     Example: `anneal experiments show exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """
-    with connected() as client:
-        found = client.experiments.get(experiment_id)
+    with open_client() as client:
+        experiment = client.experiments.get(experiment_id)
         if as_json:
-            document(found)
+            print_json(experiment)
             return
-        details(
+        print_details(
             {
-                "id": found.id, "name": found.name, "description": found.description, "tags": found.tags,
-                "max devices": found.max_devices,
-                "runs": [f"{count} {status_text(status)}" for status, count in found.runs.items() if count],
+                "id": experiment.id, "name": experiment.name, "description": experiment.description,
+                "tags": experiment.tags,
+                "max devices": experiment.max_devices,
+                "runs": [f"{count} {status_text(status)}" for status, count in experiment.runs.items() if count],
                 "best runs": [
                     f"{best.run_id} ({best.name}), {best.method}: {best.metric} {best.value:.4g}"
-                    for best in found.best_runs
+                    for best in experiment.best_runs
                 ],
-                "created": found.created_at,
+                "created": experiment.created_at,
             }
         )  # fmt: skip
 
@@ -104,11 +105,11 @@ def edit(
     Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try" --max-devices 8`
     """
     quota = new_quota(max_devices, no_max_devices)
-    with connected() as client:
+    with open_client() as client:
         changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags, **quota)
         if as_json:
-            document(changed)
-    note(f"{experiment_id} is changed.")
+            print_json(changed)
+    print_note(f"{experiment_id} is changed.")
 
 
 @commands.command()
@@ -128,10 +129,10 @@ def delete(
 
     Example: `anneal experiments delete --with-runs exp_01k3x9m6q2v8s4t0w7y5z1a3b9`
     """
-    with connected() as client:
+    with open_client() as client:
         if with_runs and not yes:
-            found = client.experiments.get(experiment_id)
-            if not found.is_empty:
-                confirm(f"This deletes {found.name!r} with {found.summary()}.")
+            experiment = client.experiments.get(experiment_id)
+            if not experiment.is_empty:
+                confirm_or_exit(f"This deletes {experiment.name!r} with {experiment.as_sentence()}.")
         client.experiments.delete(experiment_id, cascade=with_runs)
-    deleted(experiment_id, as_json)
+    report_deleted(experiment_id, as_json)

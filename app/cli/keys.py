@@ -11,11 +11,11 @@ from app.cli.console import (
     MaxDevices,
     NewMaxDevices,
     NoMaxDevices,
-    connected,
-    document,
-    listing,
     new_quota,
-    say,
+    open_client,
+    print_json,
+    print_listing,
+    print_text,
 )
 from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 from app.infra.errors import SetupError
@@ -58,20 +58,20 @@ def create_key(
     Example: `anneal keys create laptop --scope read --scope write --expires-days 90`
     """
     if _is_remote():
-        with connected() as client:
-            made = client.keys.create(
+        with open_client() as client:
+            created = client.keys.create(
                 name,
                 scopes=scope,  # type: ignore[arg-type]
                 expires_days=expires_days,
                 max_devices=max_devices,
             )
-        shown: dict[str, object] = made.model_dump(include={"id", "name", "scopes", "key"})
+        shown: dict[str, object] = created.model_dump(include={"id", "name", "scopes", "key"})
     else:
         shown = _create_here(name, scope or ["read", "write"], expires_days, max_devices)
     if as_json:
-        document(shown)
+        print_json(shown)
     else:
-        say(shown["key"])
+        print_text(shown["key"])
 
 
 def _create_here(
@@ -97,18 +97,18 @@ def list_keys(as_json: AsJson = False) -> None:
     Example: `anneal keys list`
     """
     if _is_remote():
-        with connected() as client:
-            found = list(client.keys.list())
+        with open_client() as client:
+            keys_read = list(client.keys.list())
     else:
         from app.api_keys.service import list_keys_sync
 
         with plain_errors():
-            found = list_keys_sync(settings_with_urls())
-    rows = [(key.id, key.name, key.scopes, _state(key), f"{key.prefix}…", key.max_devices) for key in found]
-    listing(found, False, as_json, ("id", "name", "scopes", "state", "key", "max devices"), rows)
+            keys_read = list_keys_sync(settings_with_urls())
+    rows = [(key.id, key.name, key.scopes, _key_state(key), f"{key.prefix}…", key.max_devices) for key in keys_read]
+    print_listing(keys_read, False, as_json, ("id", "name", "scopes", "state", "key", "max devices"), rows)
 
 
-def _state(key: "KeyView") -> str:
+def _key_state(key: "KeyView") -> str:
     if key.revoked_at:
         return f"revoked {key.revoked_at:%Y-%m-%d}"
     if key.expires_at:
@@ -130,17 +130,17 @@ def edit_key(
     """
     quota = new_quota(max_devices, no_max_devices)
     if _is_remote():
-        with connected() as client:
+        with open_client() as client:
             changed = client.keys.update(key_id, name=name, **quota)
     else:
         changed = _edit_here(key_id, quota if name is None else {"name": name, **quota})
     if as_json:
-        document(changed)
+        print_json(changed)
     else:
-        say(f"{key_id} is changed.")
+        print_text(f"{key_id} is changed.")
 
 
-def _edit_here(key_id: str, wanted: dict[str, Any]) -> "KeyView":
+def _edit_here(key_id: str, changes: dict[str, Any]) -> "KeyView":
     from pydantic import ValidationError
 
     from app.api_keys.service import edit_key_sync
@@ -148,13 +148,13 @@ def _edit_here(key_id: str, wanted: dict[str, Any]) -> "KeyView":
 
     with plain_errors():
         try:
-            body = KeyEdit(**wanted)
+            body = KeyEdit(**changes)
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             raise SetupError(f"The key is not changed. {problems}.") from None
         changed = edit_key_sync(settings_with_urls(), key_id, body)
         if changed is None:
-            raise _unknown(key_id)
+            raise _unknown_key(key_id)
     return changed
 
 
@@ -165,19 +165,19 @@ def revoke_key(key_id: KeyId, as_json: AsJson = False) -> None:
     Example: `anneal keys revoke key_01k…`
     """
     if _is_remote():
-        with connected() as client:
+        with open_client() as client:
             client.keys.revoke(key_id)
     else:
         from app.api_keys.service import revoke_key_sync
 
         with plain_errors():
             if not revoke_key_sync(settings_with_urls(), key_id):
-                raise _unknown(key_id)
+                raise _unknown_key(key_id)
     if as_json:
-        document({"id": key_id, "revoked": True})
+        print_json({"id": key_id, "revoked": True})
     else:
-        say(f"{key_id} is revoked.")
+        print_text(f"{key_id} is revoked.")
 
 
-def _unknown(key_id: str) -> SetupError:
+def _unknown_key(key_id: str) -> SetupError:
     return SetupError(f"There is no key {key_id}; `anneal keys list` shows all keys.")

@@ -4,7 +4,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, command_group, connected, document, fail, listing, note, plain_errors, say, size
+from app.cli.console import (
+    AsJson,
+    command_group,
+    fail,
+    format_size,
+    open_client,
+    plain_errors,
+    print_json,
+    print_listing,
+    print_note,
+    print_text,
+)
 
 if TYPE_CHECKING:
     from app.contracts.schemas.models import ModelRead
@@ -18,24 +29,28 @@ def list_models(as_json: AsJson = False) -> None:
 
     Example: `anneal models list --json`
     """
-    with connected() as client:
-        found = client.models.list()
+    with open_client() as client:
+        models_read = client.models.list()
         rows = [
             (
-                it.id, "adapter" if it.is_adapter else it.architecture, _parameters(it), it.dtype,
-                size(it.bytes), "yes" if it.has_chat_template else "no",
+                it.id, "adapter" if it.is_adapter else it.architecture, _format_parameters(it), it.dtype,
+                format_size(it.bytes), "yes" if it.has_chat_template else "no",
             )
-            for it in found
+            for it in models_read
         ]  # fmt: skip
-        if not found and not as_json:
-            note(
+        if not models_read and not as_json:
+            print_note(
                 "There are no models. Put their folders below ANNEAL_MODELS_ROOT of the service, set "
                 "`config.base_model` to the name of a model of the hub, or make a small one with `anneal models create "
                 "tiny`."
             )
             return
-        listing(
-            found, False, as_json, ("name", "architecture", "parameters", "dtype", "weights", "chat template"), rows
+        print_listing(
+            models_read,
+            False,
+            as_json,
+            ("name", "architecture", "parameters", "dtype", "weights", "chat template"),
+            rows,
         )
 
 
@@ -68,19 +83,19 @@ def create(
         if name.startswith("/"):
             fail("The name is a path: write it relative to the models folder, such as `tiny`.", code="invalid_name")
         try:
-            tiny_model.create(folder, name)
+            tiny_model.create_tiny_model(folder, name)
             result = f"{folder / name} has a Llama of 2 layers with random weights, to try out the service."
         except FileExistsError:
             result = f"There is a folder {folder / name}: use it, or choose another name."
     if as_json:
-        document({"name": name, "folder": str(folder / name)})
+        print_json({"name": name, "folder": str(folder / name)})
         return
-    note(result)
-    note(f"Use it as `base_model: {name}`, or with `anneal runs create -m {name} -d FILE --lora`.")
-    say(name)
+    print_note(result)
+    print_note(f"Use it as `base_model: {name}`, or with `anneal runs create -m {name} -d FILE --lora`.")
+    print_text(name)
 
 
-def _parameters(model: "ModelRead") -> str | None:
+def _format_parameters(model: "ModelRead") -> str | None:
     if model.parameters is None:
         return None
     return f"{model.parameters / 1e9:.3g} B" if model.parameters >= 1e9 else f"{model.parameters / 1e6:.3g} M"

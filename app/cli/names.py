@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from app.cli.console import ca_file, connected, fail
+from app.cli.console import ca_file, fail, open_client
 from app.infra.ids import is_id
 
 if TYPE_CHECKING:
@@ -24,35 +24,35 @@ _MOST_OFFERED = 100
 """Items that one request reads, to offer them to the shell or to see whether a name is unique."""
 
 
-def _all(client: "Anneal", noun: Noun, **options: Any) -> "Iterable[Any]":
+def _list_all(client: "Anneal", noun: Noun, **options: Any) -> "Iterable[Any]":
     resources: dict[Noun, Any] = {"run": client.runs, "dataset": client.datasets, "experiment": client.experiments}
-    found: Iterable[Any] = resources[noun].list(**options)
-    return found
+    listed: Iterable[Any] = resources[noun].list(**options)
+    return listed
 
 
-def _resolve(noun: Noun) -> "Callable[[typer.Context, Any], Any]":
+def _id_resolver(noun: Noun) -> "Callable[[typer.Context, Any], Any]":
     """Return a callback of an argument or option, which replaces what the user typed by an id."""
 
-    def resolve(context: typer.Context, value: Any) -> Any:
+    def resolve_id(context: typer.Context, value: Any) -> Any:
         if value is None or context.resilient_parsing:
             return value
         return _id_of(noun, value) if isinstance(value, str) else [_id_of(noun, one) for one in value]
 
-    return resolve
+    return resolve_id
 
 
 def _id_of(noun: Noun, text: str) -> str:
     if is_id(text, _PREFIXES[noun]):
         return text
-    with connected() as client:
+    with open_client() as client:
         options = {"limit": 1} if text == _LAST else {"find": text, "limit": _MOST_OFFERED}
         how = f"Use an id, the beginning of one, a name, or `last`; `anneal {noun}s list` lists them."
         if noun == "dataset" and Path(text).is_file():
             how = f"Upload the file first: `anneal datasets upload {shlex.quote(text)}`."
-        found = list(_all(client, noun, **options))
-        if text == _LAST and not found:
+        matches = list(_list_all(client, noun, **options))
+        if text == _LAST and not matches:
             fail(f"There is no {noun} yet; `anneal {_CREATED_BY[noun]}` creates one.", code=f"{noun}_not_found")
-        return _only(noun, text, found[:1] if noun == "run" and _is_chain(text, found) else found, how)
+        return _only_match(noun, text, matches[:1] if noun == "run" and _is_chain(text, matches) else matches, how)
 
 
 def _is_chain(name: str, runs: "list[RunSummary]") -> bool:
@@ -94,25 +94,25 @@ def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
         if newest is None:
             fail(f"The run has no {noun}.", code=f"{noun}_not_found")
         return str(newest.id)
-    found = (it for it in items if it.id.startswith((text, f"{it.id.partition('_')[0]}_{text}")))
+    matches = (it for it in items if it.id.startswith((text, f"{it.id.partition('_')[0]}_{text}")))
     how = "Use an id, the beginning of one, or `last`; list those of the run."
-    return _only(noun, text, islice(found, _MOST_CANDIDATES), how)
+    return _only_match(noun, text, islice(matches, _MOST_CANDIDATES), how)
 
 
-def _only(noun: str, text: str, items: "Iterable[Any]", how: str) -> str:
-    found = list(items)
-    if not found:
+def _only_match(noun: str, text: str, items: "Iterable[Any]", how: str) -> str:
+    matches = list(items)
+    if not matches:
         fail(f"There is no {noun} {text!r}. {how}", code=f"{noun}_not_found")
-    if len(found) > 1:
-        candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in found[:_MOST_CANDIDATES])
+    if len(matches) > 1:
+        candidates = (f"  {it.id}  {getattr(it, 'name', '')}".rstrip() for it in matches[:_MOST_CANDIDATES])
         fail(f"{text!r} is not unique. Use more of the id:", *candidates, code="not_unique")
-    return str(found[0].id)
+    return str(matches[0].id)
 
 
-def _complete(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
+def _completer(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
     """Return a function that offers ids and names to the shell, and nothing if the service is not there."""
 
-    def offer(incomplete: str) -> Iterator[tuple[str, str]]:
+    def offer_names(incomplete: str) -> Iterator[tuple[str, str]]:
         from pydantic import ValidationError
 
         from app.client.client import Anneal
@@ -120,7 +120,7 @@ def _complete(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
 
         try:
             with Anneal(ca_file=ca_file(), patience=0) as client:
-                for it in _all(client, noun, limit=_MOST_OFFERED):
+                for it in _list_all(client, noun, limit=_MOST_OFFERED):
                     if it.id.startswith(incomplete):
                         yield it.id, it.name
                     elif it.name.startswith(incomplete) and not any(map(str.isspace, it.name)):
@@ -128,48 +128,53 @@ def _complete(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
         except (AnnealError, ValidationError, OSError):
             return
 
-    return offer
+    return offer_names
 
 
-def _help(noun: str) -> str:
+def _help_text(noun: str) -> str:
     return f"{noun.capitalize()}: its id or the beginning of it, its name, or `last` for the newest."
 
 
-complete_dataset = _complete("dataset")
+complete_dataset = _completer("dataset")
 RunId = Annotated[
     str,
-    typer.Argument(metavar="RUN", help=_help("run"), callback=_resolve("run"), autocompletion=_complete("run")),
+    typer.Argument(
+        metavar="RUN", help=_help_text("run"), callback=_id_resolver("run"), autocompletion=_completer("run")
+    ),
 ]
 RunIds = Annotated[
     list[str],
     typer.Argument(
-        metavar="RUN RUN…", help="2 to 20 runs, by id or name.", callback=_resolve("run"),
-        autocompletion=_complete("run"),
+        metavar="RUN RUN…", help="2 to 20 runs, by id or name.", callback=_id_resolver("run"),
+        autocompletion=_completer("run"),
     ),
 ]  # fmt: skip
 SomeRunIds = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN…]", help="Runs, by id or name; or choose some with the filters.", callback=_resolve("run"),
-        autocompletion=_complete("run"),
+        metavar="[RUN…]", help="Runs, by id or name; or choose some with the filters.", callback=_id_resolver("run"),
+        autocompletion=_completer("run"),
     ),
 ]  # fmt: skip
 ParentId = Annotated[
     str | None,
     typer.Option(
-        "--parent", help="Only runs resumed from this one.", callback=_resolve("run"), autocompletion=_complete("run")
+        "--parent",
+        help="Only runs resumed from this one.",
+        callback=_id_resolver("run"),
+        autocompletion=_completer("run"),
     ),
 ]
 DatasetId = Annotated[
     str,
     typer.Argument(
-        metavar="DATASET", help=_help("dataset"), callback=_resolve("dataset"), autocompletion=complete_dataset
+        metavar="DATASET", help=_help_text("dataset"), callback=_id_resolver("dataset"), autocompletion=complete_dataset
     ),
 ]
 OfDataset = Annotated[
     str | None,
     typer.Option(
-        "--dataset", help="Only runs on this dataset.", callback=_resolve("dataset"),
+        "--dataset", help="Only runs on this dataset.", callback=_id_resolver("dataset"),
         autocompletion=complete_dataset,
     ),
 ]  # fmt: skip
@@ -183,14 +188,14 @@ Sources = Annotated[
 ExperimentId = Annotated[
     str,
     typer.Argument(
-        metavar="EXPERIMENT", help=_help("experiment"), callback=_resolve("experiment"),
-        autocompletion=_complete("experiment"),
+        metavar="EXPERIMENT", help=_help_text("experiment"), callback=_id_resolver("experiment"),
+        autocompletion=_completer("experiment"),
     ),
 ]  # fmt: skip
 OfExperiment = Annotated[
     str | None,
     typer.Option(
-        "--experiment", help="Only runs of this experiment.", callback=_resolve("experiment"),
-        autocompletion=_complete("experiment"),
+        "--experiment", help="Only runs of this experiment.", callback=_id_resolver("experiment"),
+        autocompletion=_completer("experiment"),
     ),
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, CommandGroup, document, say
+from app.cli.console import AsJson, CommandGroup, print_json, print_text
 from app.cli.errors import plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
@@ -34,10 +34,10 @@ def set_secret(
         settings = settings_with_urls()
         try:
             value = typer.prompt(name, hide_input=True) if sys.stdin.isatty() else sys.stdin.read(8192).rstrip("\r\n")
-            store.check(name, value)
+            store.check_secret(name, value)
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
                 keyring = store.encryption_keyring(connection, settings)
-                connection.execute(store.put(keyring, name, value, None))
+                connection.execute(store.put_secret(keyring, name, value, None))
                 connection.execute(command_entry("secrets set", name))
         except UnicodeDecodeError:
             raise SetupError("The input is not text: a secret must be visible ASCII without spaces.") from None
@@ -59,12 +59,12 @@ def list_secrets(as_json: AsJson = False) -> None:
     with plain_errors():
         settings = settings_with_urls()
         with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").connect() as connection:
-            rows = connection.execute(store.listing().with_only_columns(*store.SHOWN)).all()
+            rows = connection.execute(store.select_secrets().with_only_columns(*store.SHOWN)).all()
             if as_json:
-                document(SecretList(data=[SecretView.model_validate(row) for row in rows]))
+                print_json(SecretList(data=[SecretView.model_validate(row) for row in rows]))
                 return
             for row in rows:
-                say(f"{row.name:<32}  set {row.updated_at:%Y-%m-%d %H:%M}  key {row.key_id}")
+                print_text(f"{row.name:<32}  set {row.updated_at:%Y-%m-%d %H:%M}  key {row.key_id}")
 
 
 @secrets.command("delete")
@@ -82,7 +82,7 @@ def delete_secret(
     with plain_errors():
         settings = settings_with_urls()
         with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
-            if connection.scalar(store.remove(name)) is None:
+            if connection.scalar(store.remove_secret(name)) is None:
                 raise SetupError(f"There is no secret {name}; list all secrets with `anneal secrets list`.")
             connection.execute(command_entry("secrets delete", name))
     _print_result(f"{name} is deleted.", {"name": name, "deleted": True}, as_json)
@@ -106,7 +106,7 @@ def rotate(as_json: AsJson = False) -> None:
         settings = settings_with_urls()
         try:
             with sync_engine(settings.database_url or "", pool_size=0, name="anneal-secrets").begin() as connection:
-                changed = store.rotate(connection, settings)
+                changed = store.rotate_secrets(connection, settings)
                 connection.execute(command_entry("secrets rotate", "*"))
         except KeyringError as error:
             raise SetupError(str(error)) from None
@@ -114,8 +114,8 @@ def rotate(as_json: AsJson = False) -> None:
     _print_result(sentence, {"sealed_anew": changed}, as_json)
 
 
-def _print_result(sentence: str, found: dict[str, Any], as_json: bool) -> None:
+def _print_result(sentence: str, problems: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        document(found)
+        print_json(problems)
     else:
-        say(sentence)
+        print_text(sentence)

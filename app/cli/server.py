@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, document, note
+from app.cli.console import AsJson, print_json, print_note
 from app.cli.errors import environment_settings, plain_errors, settings_with_urls
 from app.infra.errors import SetupError
 
@@ -42,7 +42,7 @@ def api(
     Example: `ANNEAL_DATABASE_URL=postgresql://… ANNEAL_REDIS_URL=redis://… anneal api --port 8800`
     """
     from app.infra.files.unfinished_restore import refuse_unfinished_restore
-    from app.server import base_url, listen, serve
+    from app.server import base_url, open_listener, serve_api
 
     with plain_errors():
         settings = settings_with_urls()
@@ -50,9 +50,9 @@ def api(
         _check_storage(settings)
         if port is not None:
             settings = settings.model_copy(update={"port": port})
-        with socket.socket(fileno=fd) if fd is not None else listen(settings) as listener:
+        with socket.socket(fileno=fd) if fd is not None else open_listener(settings) as listener:
             typer.echo(f"API on {base_url(listener)}")
-            serve(settings, listener)
+            serve_api(settings, listener)
 
 
 def worker(
@@ -81,7 +81,7 @@ def worker(
 
     with plain_errors():
         if drain:
-            from app.standalone.drain import drain as drain_workers
+            from app.standalone.drain import drain_workers as drain_workers
 
             raise typer.Exit(drain_workers(environment_settings(), timeout, names=workers or ()))
         if workers:
@@ -101,15 +101,18 @@ def migrate(as_json: AsJson = False) -> None:
     Example: `ANNEAL_DATABASE_URL=postgresql://… anneal migrate`
     """
     from app.infra.server_urls import resolve_urls
-    from app.tables.migrate import head, upgrade
+    from app.tables.migrate import needed_revision, upgrade_schema
 
     with plain_errors():
         settings = environment_settings()
-        before, after = upgrade(settings if settings.database_url else resolve_urls(settings), note)
+        before, after = upgrade_schema(settings if settings.database_url else resolve_urls(settings), print_note)
     if as_json:
-        document({"before": before or None, "after": after})
-    elif before > head():
-        typer.echo(f"At revision {after}, created by a later version; this version (revision {head()}) works with it.")
+        print_json({"before": before or None, "after": after})
+    elif before > needed_revision():
+        typer.echo(
+            f"At revision {after}, created by a later version; this version (revision {needed_revision()}) works "
+            "with it."
+        )
     else:
         typer.echo(f"Already at revision {after}." if before == after else f"From {before or 'nothing'} to {after}.")
 
@@ -138,24 +141,24 @@ def prune(
     """
     from app.infra.files.unfinished_restore import refuse_unfinished_restore
     from app.runs.retention import Policy
-    from app.runs.retention import prune as prune_now
+    from app.runs.retention import run_prune as prune_now
 
     with plain_errors():
         settings = settings_with_urls()
         refuse_unfinished_restore(settings)
-        policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.of(settings))
+        policy = Policy(events_days, checkpoints_days, runs_days).or_else(Policy.from_settings(settings))
         if policy == Policy():
             raise SetupError(
                 "No retention is set: pass --events-days, --checkpoints-days or --runs-days, or set ANNEAL_KEEP_…_DAYS."
             )
-        found = prune_now(settings, policy, dry_run)
-        if found.is_busy:
+        result = prune_now(settings, policy, dry_run)
+        if result.is_busy:
             raise SetupError("Another process is pruning; try again when it has finished.")
         if as_json:
             shown = ("runs", "checkpoints", "checkpoint_bytes", "months")
-            document({"dry_run": dry_run, **{name: getattr(found, name) for name in shown}})
+            print_json({"dry_run": dry_run, **{name: getattr(result, name) for name in shown}})
         else:
-            typer.echo(found.summary(dry_run))
+            typer.echo(result.as_sentence(dry_run))
 
 
 def _check_storage(settings: "Settings") -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, ca_file, connected, details, document, fail, note, say
+from app.cli.console import AsJson, ca_file, fail, open_client, print_details, print_json, print_note, print_text
 from app.cli.runs.state_text import status_text
 from app.contracts.run_status import LIVE
 
@@ -29,44 +29,44 @@ def status(as_json: AsJson = False) -> None:
     from app.infra import home_lock
 
     settings = ClientSettings()
-    pid = home_lock.holder(settings.home)
+    pid = home_lock.holder_pid(settings.home)
     local: dict[str, Any] = {"home": str(settings.home), "logs": None, "up_pid": pid}
     if pid is not None:
         local["logs"] = str(settings.home / "logs")
-    found = _service(settings) | local
+    report = _service_report(settings) | local
     if as_json:
-        document(found)
+        print_json(report)
     else:
-        _show(found)
-    raise typer.Exit(0 if found["ready"] else 1)
+        _print_report(report)
+    raise typer.Exit(0 if report["ready"] else 1)
 
 
-def _service(settings: "ClientSettings") -> dict[str, Any]:
+def _service_report(settings: "ClientSettings") -> dict[str, Any]:
     """Return what the service reports, or why it does not."""
     from app.client.client import Anneal
     from app.client.errors import AnnealError
 
-    found: dict[str, Any] = {"url": settings.url, "ready": False, "version": None, "problem": None}
+    report: dict[str, Any] = {"url": settings.url, "ready": False, "version": None, "problem": None}
     try:
         with Anneal(ca_file=ca_file(), patience=0) as client:
-            found["url"] = client.url
-            found["version"] = _version(client, found)
-            found["workers"] = [worker.model_dump(mode="json") for worker in client.workers.list(limit=_MOST_SHOWN)]
+            report["url"] = client.url
+            report["version"] = _service_version(client, report)
+            report["workers"] = [worker.model_dump(mode="json") for worker in client.workers.list(limit=_MOST_SHOWN)]
             for name, statuses in (("active", LIVE), ("pending", ("pending",))):
                 runs = list(client.runs.list(status=list(statuses), limit=_MOST_SHOWN + 1))
-                found[name] = [
+                report[name] = [
                     {key: getattr(run, key) for key in ("id", "name", "status", "current_step", "total_steps")}
                     for run in runs[:_MOST_SHOWN]
                 ]
-                found[f"more_{name}"] = len(runs) > _MOST_SHOWN
+                report[f"more_{name}"] = len(runs) > _MOST_SHOWN
     except AnnealError as error:
-        found["problem"] = error.detail
+        report["problem"] = error.detail
     else:
-        found["ready"] = found["problem"] is None
-    return found
+        report["ready"] = report["problem"] is None
+    return report
 
 
-def _version(client: "Anneal", found: dict[str, Any]) -> str | None:
+def _service_version(client: "Anneal", report: dict[str, Any]) -> str | None:
     from app.client.errors import AnnealError
 
     try:
@@ -74,34 +74,34 @@ def _version(client: "Anneal", found: dict[str, Any]) -> str | None:
     except AnnealError as error:
         if error.code != "not_ready":
             raise
-        found["problem"] = error.detail  # what works is shown all the same
+        report["problem"] = error.detail  # what works is shown all the same
         return None
 
 
-def _show(found: dict[str, Any]) -> None:
-    state = "ready" if found["ready"] else "not ready" if "workers" in found else "down"
-    version = f", version {found['version']}" if found["version"] else ""
-    workers, shown = found.get("workers"), {}
+def _print_report(report: dict[str, Any]) -> None:
+    state = "ready" if report["ready"] else "not ready" if "workers" in report else "down"
+    version = f", version {report['version']}" if report["version"] else ""
+    workers, shown = report.get("workers"), {}
     if workers is not None:
         online = [worker for worker in workers if worker["state"] == "online"]
         names = [f"{worker['host']} ({', '.join(one['name'] for one in worker['devices'])})" for worker in online]
         shown = {
             "workers": f"{len(online)} online{': ' if names else ''}{', '.join(names)}",
-            "active runs": _count(found, "active"),
-            "pending runs": _count(found, "pending"),
+            "active runs": _count_text(report, "active"),
+            "pending runs": _count_text(report, "pending"),
         }
-    up = None if found["up_pid"] is None else f"process {found['up_pid']}"
-    details({"service": f"{state}{version}", "url": found["url"], "anneal up": up, **shown,
-             "data": found["home"], "logs": found["logs"]})  # fmt: skip
-    for run in found.get("active", ()):
+    up = None if report["up_pid"] is None else f"process {report['up_pid']}"
+    print_details({"service": f"{state}{version}", "url": report["url"], "anneal up": up, **shown,
+             "data": report["home"], "logs": report["logs"]})  # fmt: skip
+    for run in report.get("active", ()):
         step = f"{run['current_step']}/{run['total_steps'] or '?'}"
-        say(f"  {run['id']}  {status_text(run['status'])}  {step}  {run['name']}")
-    if found["problem"]:
-        note(f"anneal: {found['problem']}")
+        print_text(f"  {run['id']}  {status_text(run['status'])}  {step}  {run['name']}")
+    if report["problem"]:
+        print_note(f"anneal: {report['problem']}")
 
 
-def _count(found: dict[str, Any], name: str) -> str:
-    return f"more than {_MOST_SHOWN}" if found[f"more_{name}"] else str(len(found[name]))
+def _count_text(report: dict[str, Any], name: str) -> str:
+    return f"more than {_MOST_SHOWN}" if report[f"more_{name}"] else str(len(report[name]))
 
 
 def open_dashboard(
@@ -116,14 +116,14 @@ def open_dashboard(
     """
     import webbrowser
 
-    with connected() as client:
+    with open_client() as client:
         link = client.service.sign_in_link()
     if as_json:
-        document(link)
+        print_json(link)
     else:
-        say(link.url)
+        print_text(link.url)
     if not print_only and not as_json and not webbrowser.open(link.url):
-        note("No browser was found: open this link in one. It works once, within ten minutes.")
+        print_note("No browser was found: open this link in one. It works once, within ten minutes.")
 
 
 def down(as_json: AsJson = False) -> None:
@@ -143,22 +143,22 @@ def down(as_json: AsJson = False) -> None:
     if stopping is None:
         if home_lock.is_held(home):
             fail(f"The `anneal up` of {home} runs in another container or as another user: stop it there.")
-        note(f"No `anneal up` runs for {home}; nothing to stop.")
+        print_note(f"No `anneal up` runs for {home}; nothing to stop.")
         _print_down(as_json, None)
         return
     with stopping:
-        note(f"Stopping process {stopping.pid}: active runs save a checkpoint …")
+        print_note(f"Stopping process {stopping.pid}: active runs save a checkpoint …")
         try:
             ended = stopping.wait(settings.save_grace_seconds + _EXTRA_SECONDS)
         except KeyboardInterrupt:
-            note("It continues to stop. Run the command again to wait for it.")
+            print_note("It continues to stop. Run the command again to wait for it.")
             raise typer.Exit(130) from None
     if not ended:
         fail(f"Process {stopping.pid} does not exit. Check {home / 'logs'}, or kill it.")
-    note("Stopped.")
+    print_note("Stopped.")
     _print_down(as_json, stopping.pid)
 
 
 def _print_down(as_json: bool, pid: int | None) -> None:
     if as_json:
-        document({"stopped": pid is not None, "up_pid": pid})
+        print_json({"stopped": pid is not None, "up_pid": pid})

@@ -36,20 +36,20 @@ class Actions(ApiResource[M]):
         `set_learning_rate` (learning_rate) and `extend` (max_steps or epochs). The run performs the action at the end
         of a step; the result is in an `action` event and in `get`.
         """
-        asked = without_none(
+        body = without_none(
             pin=pin, prompts=prompts, max_new_tokens=max_new_tokens, temperature=temperature,
             learning_rate=learning_rate, max_steps=max_steps, epochs=epochs,
         )  # fmt: skip
         key = idempotency_key or str(uuid.uuid4())
         named = {"action": action} if isinstance(action, str) else action
-        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", {**named, **asked}, key=key)
+        return await self._session.post(ActionRead, f"/runs/{run_id}/actions", {**named, **body}, key=key)
 
     @stream
     async def list(
         self, run_id: str, *, limit: int | None = None, after: str | None = None
     ) -> AsyncGenerator[ActionRead]:
         """Iterate over the actions of a run, newest first."""
-        async with aclosing(self._items(f"/runs/{run_id}/actions", ActionRead, {}, limit, after)) as items:
+        async with aclosing(self._iterate_items(f"/runs/{run_id}/actions", ActionRead, {}, limit, after)) as items:
             async for item in items:
                 yield item
 

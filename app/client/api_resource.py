@@ -30,7 +30,7 @@ class ApiResource(Resource[M]):
         self._session = session
         self.is_async = is_async
 
-    async def _items(
+    async def _iterate_items(
         self, path: str, model: type[T], filters: Mapping[str, Any], limit: int | None, after: str | None
     ) -> AsyncGenerator[T]:
         """Yield the items of a list, page by page."""
@@ -46,7 +46,7 @@ class ApiResource(Resource[M]):
             left = None if left is None else left - len(page.data)
             after = page.data[-1].id
 
-    async def _patch(self, model: type[T], path: str, body: Mapping[str, Any]) -> T:
+    async def _send_patch(self, model: type[T], path: str, body: Mapping[str, Any]) -> T:
         return parse_response(model, await self._session.request("PATCH", path, json=body))
 
 

@@ -43,7 +43,7 @@ class LocalKey:
         """Return the key; raise AnnealError `unreachable` while the service does not run or has not started."""
         if home_lock.is_held(self._settings.home):
             local = read_json(self._settings.connection_file) or {}
-            if local.get("api_key") and _plain(local.get("url")) == self._url:
+            if local.get("api_key") and _strip_version(local.get("url")) == self._url:
                 return str(local["api_key"])
         raise AnnealError(
             "unreachable",
@@ -62,7 +62,7 @@ def find_connection(
     """
     url, key = url or settings.url, key or settings.api_key
     authorities = settings.ca_file if ca_file is None else Path(ca_file)
-    local_url = _plain((read_json(settings.connection_file) or {}).get("url"))
+    local_url = _strip_version((read_json(settings.connection_file) or {}).get("url"))
     if url is None and local_url and home_lock.is_held(settings.home):
         url = local_url
     if url is None and home_lock.is_held(settings.home):
@@ -76,7 +76,7 @@ def find_connection(
             f"No service found: none runs in {settings.home}. Start one with `anneal up`, or set ANNEAL_URL and "
             "ANNEAL_API_KEY to use a remote service.",
         )
-    url = _plain(url)
+    url = _strip_version(url)
     if not _is_address(url):
         raise AnnealError(
             "no_connection", f"{url} is not a valid URL of a service: set ANNEAL_URL to a URL such as http://host:8700."
@@ -103,5 +103,5 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _plain(url: str | None) -> str:
+def _strip_version(url: str | None) -> str:
     return (url or "").rstrip("/").removesuffix("/v1")

@@ -49,13 +49,13 @@ class Datasets(ApiResource[M]):
             name=name, format=format, file_format=file_format, tokenizer=tokenizer,
             columns=None if columns is None else json.dumps(dict(columns)),
         )  # fmt: skip
-        with _opened(file) as opened:
-            request = self._session.transport.build(
+        with _open_source(file) as opened:
+            request = self._session.transport.build_request(
                 "POST", "/datasets", data=fields,
                 files={"file": (_file_name(file), _Counted(opened, on_progress) if on_progress else opened)},
                 headers={"Idempotency-Key": idempotency_key or str(uuid.uuid4())}, timeout=_TIMEOUT,
             )  # fmt: skip
-            return parse_response(DatasetView, await self._session.fetch(request, repeatable=True))
+            return parse_response(DatasetView, await self._session.fetch_body(request, repeatable=True))
 
     @call
     async def load_from_hub(
@@ -121,7 +121,7 @@ class Datasets(ApiResource[M]):
         this content.
         """
         filters = {"find": find, "file_sha256": file_sha256}
-        async with aclosing(self._items("/datasets", DatasetSummary, filters, limit, after)) as items:
+        async with aclosing(self._iterate_items("/datasets", DatasetSummary, filters, limit, after)) as items:
             async for item in items:
                 yield item
 
@@ -134,14 +134,14 @@ class Datasets(ApiResource[M]):
     async def content(self, dataset_id: str) -> AsyncGenerator[bytes]:
         """Iterate over the stored rows as chunks of JSONL, independent of the uploaded file format."""
         transport = self._session.transport
-        request = transport.build("GET", f"/datasets/{dataset_id}/content")
-        response = await self._session.send(request, repeatable=True)
+        request = transport.build_request("GET", f"/datasets/{dataset_id}/content")
+        response = await self._session.send_repeatedly(request, repeatable=True)
         try:
-            async with aclosing(transport.chunks(response)) as chunks:
+            async with aclosing(transport.iterate_chunks(response)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            await transport.release(response)
+            await transport.close_response(response)
 
     @call
     async def delete(self, dataset_id: str) -> None:
@@ -174,7 +174,7 @@ class _Counted(io.RawIOBase):
         return self._file.tell()
 
 
-def _opened(file: str | Path | bytes | BinaryIO) -> BinaryIO:
+def _open_source(file: str | Path | bytes | BinaryIO) -> BinaryIO:
     if isinstance(file, bytes):
         return io.BytesIO(file)
     if not isinstance(file, str | Path):

@@ -79,7 +79,7 @@ def from_response(response: httpx.Response) -> AnnealError:
         status=response.status_code,
         errors=errors,
         request_id=response.headers.get("x-request-id"),
-        retry_after=_seconds(response.headers.get("retry-after")),
+        retry_after=_parse_seconds(response.headers.get("retry-after")),
     )
 
 
@@ -96,7 +96,7 @@ def _without_problem(response: httpx.Response) -> str:
 
 
 @contextmanager
-def describe(url: str) -> Iterator[None]:
+def convert_errors(url: str) -> Iterator[None]:
     """Convert connection errors to `AnnealError`: `unreachable` if no request was sent, else `connection_lost`."""
     try:
         yield
@@ -156,5 +156,5 @@ def _is_field_error(item: object) -> bool:
     return isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("field", "code", "message"))
 
 
-def _seconds(text: str | None) -> float | None:
+def _parse_seconds(text: str | None) -> float | None:
     return float(text) if text and text.isdigit() else None

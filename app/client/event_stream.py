@@ -52,7 +52,7 @@ class Follower:
         self._opened_at: float | None = None
         """Monotonic time at which the current connection was opened; None if it was refused."""
 
-    async def follow(self, patience: float, until: int | None = None) -> AsyncGenerator[AnyEvent]:
+    async def follow_events(self, patience: float, until: int | None = None) -> AsyncGenerator[AnyEvent]:
         """Yield events until the stream ends; with `until`, yield the stored events, at least up to that id.
 
         Raises:
@@ -65,7 +65,7 @@ class Follower:
             self._progressed, self._opened_at = False, None
             asked_for = None
             try:
-                async with aclosing(self._connection()) as events:
+                async with aclosing(self._read_connection()) as events:
                     async for event in events:
                         if event is None:
                             return
@@ -87,7 +87,7 @@ class Follower:
             if self._was_alive:
                 heard, warned = time.monotonic(), False
                 backoff.reset()
-            await self._session.transport.pause(backoff.next(asked_for))
+            await self._session.transport.pause(backoff.next_delay(asked_for))
 
     @property
     def _was_alive(self) -> bool:
@@ -95,14 +95,14 @@ class Follower:
         opened_at = self._opened_at
         return self._progressed or (opened_at is not None and time.monotonic() - opened_at > _KEEP_ALIVE_SECONDS)
 
-    async def _connection(self) -> AsyncGenerator[AnyEvent | None]:
+    async def _read_connection(self) -> AsyncGenerator[AnyEvent | None]:
         """Yield the events of one connection; yield None if no further event will come (status 204)."""
         transport = self._session.transport
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
         if self._cursor is not None:
             headers["Last-Event-ID"] = str(self._cursor)
-        request = transport.build("GET", self._path, params=self._params, headers=headers, timeout=_TIMEOUT)
-        response = await self._session.attempt(request)
+        request = transport.build_request("GET", self._path, params=self._params, headers=headers, timeout=_TIMEOUT)
+        response = await self._session.attempt_once(request)
         try:
             if response.status_code == 204:
                 yield None
@@ -113,18 +113,18 @@ class Follower:
                     f"{transport.url} returned no event stream: check that ANNEAL_URL is the URL of an Anneal service.",
                 )
             self._opened_at = time.monotonic()
-            async with aclosing(transport.sse(response)) as sent:
-                async for one in sent:
-                    if one.event == "cursor" and one.id.isdigit():  # far after the last event of a requested type
-                        self._cursor, self._progressed = int(one.id), True
+            async with aclosing(transport.iterate_sse(response)) as sent:
+                async for frame in sent:
+                    if frame.event == "cursor" and frame.id.isdigit():  # far after the last event of a requested type
+                        self._cursor, self._progressed = int(frame.id), True
                     else:
-                        yield self._take(one)
+                        yield self._take_event(frame)
         finally:
-            await transport.release(response)
+            await transport.close_response(response)
 
-    def _take(self, sent: ServerSentEvent) -> AnyEvent:
+    def _take_event(self, sent: ServerSentEvent) -> AnyEvent:
         try:
-            event, position = parse(sent), int(sent.id)
+            event, position = parse_event(sent), int(sent.id)
         except ValueError as error:
             raise AnnealError(
                 "stream_broken", f"The stream of {self._path} contains an invalid event: {error}"
@@ -143,7 +143,7 @@ class Follower:
         return event
 
 
-def parse(sent: ServerSentEvent) -> AnyEvent:
+def parse_event(sent: ServerSentEvent) -> AnyEvent:
     """Parse the event in a frame; raises `ValueError` if it is invalid.
 
     A type that this version does not know is parsed as `Event`. It is no member of the union: type checkers

@@ -32,7 +32,9 @@ class Experiments(ApiResource[M]):
 
         `find` selects experiments whose id starts with this text, or whose name is it.
         """
-        async with aclosing(self._items("/experiments", ExperimentSummary, {"find": find}, limit, after)) as items:
+        async with aclosing(
+            self._iterate_items("/experiments", ExperimentSummary, {"find": find}, limit, after)
+        ) as items:
             async for item in items:
                 yield item
 
@@ -56,7 +58,7 @@ class Experiments(ApiResource[M]):
         `max_devices` is the number of devices that its runs may use at a time; None removes the quota.
         """
         body = without_none(name=name, description=description, tags=tags) | without_unset(max_devices=max_devices)
-        return await self._patch(ExperimentView, f"/experiments/{experiment_id}", body)
+        return await self._send_patch(ExperimentView, f"/experiments/{experiment_id}", body)
 
     @call
     async def delete(self, experiment_id: str, *, cascade: bool = False) -> None:

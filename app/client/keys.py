@@ -30,7 +30,7 @@ class Keys(ApiResource[M]):
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[KeyView]:
         """Iterate over keys, newest first, including revoked and expired ones."""
-        async with aclosing(self._items("/keys", KeyView, {}, limit, after)) as items:
+        async with aclosing(self._iterate_items("/keys", KeyView, {}, limit, after)) as items:
             async for item in items:
                 yield item
 
@@ -41,7 +41,7 @@ class Keys(ApiResource[M]):
         `max_devices` is the number of devices that its runs may use at a time; None removes the quota.
         """
         body = without_none(name=name) | without_unset(max_devices=max_devices)
-        return await self._patch(KeyView, f"/keys/{key_id}", body)
+        return await self._send_patch(KeyView, f"/keys/{key_id}", body)
 
     @call
     async def revoke(self, key_id: str) -> None:

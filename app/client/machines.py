@@ -35,7 +35,7 @@ class Workers(ApiResource[M]):
     @stream
     async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[WorkerRead]:
         """Iterate over workers with their devices and current runs, newest first."""
-        async with aclosing(self._items("/workers", WorkerRead, {}, limit, after)) as items:
+        async with aclosing(self._iterate_items("/workers", WorkerRead, {}, limit, after)) as items:
             async for item in items:
                 yield item
 

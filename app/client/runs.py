@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from app.client.api_resource import ApiResource, request_body, without_none
 from app.client.curve_plot import CurvePlot
-from app.client.download import download, download_file
+from app.client.download import download_file, download_files
 from app.client.event_stream import Follower
 from app.client.metrics_frame import metrics_frame
 from app.client.sync_async import M, call, stream
@@ -59,17 +59,17 @@ class Runs(ApiResource[M]):
         """
         key = idempotency_key or str(uuid.uuid4())
         run = await self._session.post(RunRead, "/runs/evaluate", request_body(evaluation), key=key)
-        return await self._ended(run.id) if wait else run
+        return await self._wait_for_end(run.id) if wait else run
 
     @call
     async def wait(self, run_id: str) -> RunRead:
         """Wait until a run has ended, across lost connections, and return it; `status` says how it ended."""
-        return await self._ended(run_id)
+        return await self._wait_for_end(run_id)
 
-    async def _ended(self, run_id: str) -> RunRead:
+    async def _wait_for_end(self, run_id: str) -> RunRead:
         path = f"/runs/{run_id}"
         follower = Follower(self._session, f"{path}/events", {"types": "end"}, after=None, whole=False)
-        async with aclosing(follower.follow(STREAM_PATIENCE)) as events:
+        async with aclosing(follower.follow_events(STREAM_PATIENCE)) as events:
             async for _ in events:
                 pass
         return await self._session.get(RunRead, path)
@@ -92,11 +92,11 @@ class Runs(ApiResource[M]):
         if not probe:
             return await self._session.post(Estimated, "/runs/estimate", request_body(run), repeatable=True)
         key, body = str(uuid.uuid4()), {**request_body(run), "probe": True}
-        found = await self._session.post(Estimated, "/runs/estimate", body, key=key)
+        estimated = await self._session.post(Estimated, "/runs/estimate", body, key=key)
         if not wait:
-            return found
-        ended = await self._ended(found.probe_run_id or "")
-        return found.model_copy(update={"measured": ended.measured, "probe": ended.probe})
+            return estimated
+        ended = await self._wait_for_end(estimated.probe_run_id or "")
+        return estimated.model_copy(update={"measured": ended.measured, "probe": ended.probe})
 
     @stream
     async def list(
@@ -133,7 +133,7 @@ class Runs(ApiResource[M]):
             "sort": sort, "order": order, "view": "full" if full else None,
         }  # fmt: skip
         model = RunFull if full else RunSummary
-        async with aclosing(self._items("/runs", model, filters, limit, after)) as items:
+        async with aclosing(self._iterate_items("/runs", model, filters, limit, after)) as items:
             async for item in items:
                 yield item
 
@@ -164,7 +164,7 @@ class Runs(ApiResource[M]):
     ) -> RunRead:
         """Change the name, tags or priority of a run, or pin it so that it is not deleted."""
         body = without_none(name=name, tags=tags, pinned=pinned, priority=priority)
-        return await self._patch(RunRead, f"/runs/{run_id}", body)
+        return await self._send_patch(RunRead, f"/runs/{run_id}", body)
 
     @call
     async def delete(self, run_id: str) -> None:
@@ -198,21 +198,21 @@ class Runs(ApiResource[M]):
 
         Mode and deadline are those of `stop`.
         """
-        return await self._change("stop", run_ids, without_none(mode=mode, deadline_seconds=deadline_seconds))
+        return await self._change_runs("stop", run_ids, without_none(mode=mode, deadline_seconds=deadline_seconds))
 
     @call
     async def delete_many(self, run_ids: Sequence[str]) -> RunChanges:
         """Delete several ended runs; one that is live, pinned or needed by another run is `refused`."""
-        return await self._change("delete", run_ids, {})
+        return await self._change_runs("delete", run_ids, {})
 
     @call
     async def tag_many(
         self, run_ids: Sequence[str], *, add: Sequence[str] = (), remove: Sequence[str] = ()
     ) -> RunChanges:
         """Add tags to several runs, or remove some."""
-        return await self._change("tag", run_ids, {"add": [*add], "remove": [*remove]})
+        return await self._change_runs("tag", run_ids, {"add": [*add], "remove": [*remove]})
 
-    async def _change(self, verb: str, run_ids: Sequence[str], body: Mapping[str, Any]) -> RunChanges:
+    async def _change_runs(self, verb: str, run_ids: Sequence[str], body: Mapping[str, Any]) -> RunChanges:
         """Change runs, as many with a request as the service allows; newest first, as the service changes them."""
         ids = sorted(set(run_ids), reverse=True)
         changes: dict[str, RunChange] = {}
@@ -267,11 +267,11 @@ class Runs(ApiResource[M]):
         After a lost connection, the stream continues after the last event; it fails after `patience` seconds without
         data. `types` selects event types; `end` is always included. With `follow=False`, yield the stored events only.
         """
-        wanted = types if types is None or isinstance(types, str) else ",".join(types)
-        params = without_none(after=after or None, types=wanted) | ({} if follow else {"follow": "false"})
+        types_text = types if types is None or isinstance(types, str) else ",".join(types)
+        params = without_none(after=after or None, types=types_text) | ({} if follow else {"follow": "false"})
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
-        follower = Follower(self._session, f"/runs/{run_id}/events", params, after=after, whole=wanted is None)
-        async with aclosing(follower.follow(patience, until)) as events:
+        follower = Follower(self._session, f"/runs/{run_id}/events", params, after=after, whole=types_text is None)
+        async with aclosing(follower.follow_events(patience, until)) as events:
             async for event in events:
                 yield event
 
@@ -290,10 +290,10 @@ class Runs(ApiResource[M]):
         stream continues after the last event; it fails after `patience` seconds without data. `types` selects event
         types. With `follow=False`, yield the stored events after `after` only.
         """
-        wanted = types if types is None or isinstance(types, str) else ",".join(types)
-        params = without_none(after=after, types=wanted) | ({} if follow else {"follow": "false"})
+        types_text = types if types is None or isinstance(types, str) else ",".join(types)
+        params = without_none(after=after, types=types_text) | ({} if follow else {"follow": "false"})
         follower = Follower(self._session, "/events", params, after=after, ends=False)
-        async with aclosing(follower.follow(patience, None if follow else _LARGEST_ID)) as events:
+        async with aclosing(follower.follow_events(patience, None if follow else _LARGEST_ID)) as events:
             async for event in events:
                 yield event
 
@@ -307,11 +307,11 @@ class Runs(ApiResource[M]):
         each other. `grep` selects lines that contain this text.
         """
         params = without_none(attempt=attempt, grep=grep)
-        request = self._session.transport.build("GET", f"/runs/{run_id}/logs/complete", params=params)
-        response = await self._session.send(request, repeatable=True)
+        request = self._session.transport.build_request("GET", f"/runs/{run_id}/logs/complete", params=params)
+        response = await self._session.send_repeatedly(request, repeatable=True)
         try:
             rest = b""
-            async with aclosing(self._session.transport.chunks(response)) as chunks:
+            async with aclosing(self._session.transport.iterate_chunks(response)) as chunks:
                 async for chunk in chunks:
                     *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
@@ -319,7 +319,7 @@ class Runs(ApiResource[M]):
             if rest:
                 yield rest.decode(errors="replace")
         finally:
-            await self._session.transport.release(response)
+            await self._session.transport.close_response(response)
 
     @stream
     async def logs(
@@ -339,7 +339,7 @@ class Runs(ApiResource[M]):
         params = without_none(tail=tail, grep=grep, follow="true" if follow else None)
         until = None if follow else (await self._session.get(RunRead, f"/runs/{run_id}")).last_seq
         follower = Follower(self._session, f"/runs/{run_id}/logs", params, after=None)
-        async with aclosing(follower.follow(patience, until)) as events:
+        async with aclosing(follower.follow_events(patience, until)) as events:
             async for event in events:
                 yield event
 
@@ -354,9 +354,9 @@ class Runs(ApiResource[M]):
         to_step: int | None = None,
     ) -> RunMetrics:
         """Return metric series of a run (`loss`, `extra.<name>`, `eval.eval_loss`, …); downsampling keeps extremes."""
-        wanted = None if names is None else ",".join(names)
+        names_text = None if names is None else ",".join(names)
         return await self._session.get(
-            RunMetrics, f"/runs/{run_id}/metrics", names=wanted, max_points=max_points, from_step=from_step,
+            RunMetrics, f"/runs/{run_id}/metrics", names=names_text, max_points=max_points, from_step=from_step,
             to_step=to_step,
         )  # fmt: skip
 
@@ -390,24 +390,24 @@ class Runs(ApiResource[M]):
             return await self._plot_several(run_id, names, follow)
         run = await self._session.get(RunRead, f"/runs/{run_id}")
         plot = CurvePlot(run.name, names)
-        path, wanted = f"/runs/{run.id}/metrics", ",".join(names)
-        metrics = await self._session.get(RunMetrics, path, names=wanted, max_points=_MOST_PLOTTED)
-        plot.load(metrics)
-        plot.draw(run.status.value, now=True)
+        path, names_text = f"/runs/{run.id}/metrics", ",".join(names)
+        metrics = await self._session.get(RunMetrics, path, names=names_text, max_points=_MOST_PLOTTED)
+        plot.load_metrics(metrics)
+        plot.draw_output(run.status.value, now=True)
         if not follow or run.finished_at is not None:
             return None
         params = {"types": "metric,eval,status", "after": metrics.last_seq}
         follower = Follower(self._session, f"/runs/{run.id}/events", params, after=metrics.last_seq)
         status = run.status.value
-        async with aclosing(follower.follow(patience)) as events:
+        async with aclosing(follower.follow_events(patience)) as events:
             async for event in events:
                 if isinstance(event, MetricEvent | EvalEvent):
-                    plot.add(event)
+                    plot.add_event(event)
                 elif isinstance(event, StatusEvent):
                     status = event.to
-                plot.draw(status)
-        plot.load(await self._session.get(RunMetrics, path, names=wanted, max_points=_MOST_PLOTTED))
-        plot.draw((await self._session.get(RunRead, f"/runs/{run.id}")).status.value, now=True)
+                plot.draw_output(status)
+        plot.load_metrics(await self._session.get(RunMetrics, path, names=names_text, max_points=_MOST_PLOTTED))
+        plot.draw_output((await self._session.get(RunRead, f"/runs/{run.id}")).status.value, now=True)
         return None
 
     async def _plot_several(self, run_ids: Sequence[str], names: Sequence[str], follow: bool) -> None:
@@ -422,9 +422,9 @@ class Runs(ApiResource[M]):
                 metrics = await self._session.get(
                     RunMetrics, path, names=",".join(names), max_points=_MOST_PLOTTED // len(runs)
                 )
-                plot.load(metrics, labels[id])
+                plot.load_metrics(metrics, labels[id])
             live = [id for id, run in runs.items() if run.finished_at is None]
-            plot.draw(f"{len(live)} running or waiting" if live else "ended", now=True)
+            plot.draw_output(f"{len(live)} running or waiting" if live else "ended", now=True)
             if not follow or not live:
                 return
             await self._session.transport.pause(_SECONDS_BETWEEN_READS)
@@ -437,14 +437,14 @@ class Runs(ApiResource[M]):
     ) -> AsyncGenerator[CheckpointRead]:
         """Iterate over the checkpoints of a run, newest first."""
         path = f"/runs/{run_id}/checkpoints"
-        async with aclosing(self._items(path, CheckpointRead, {}, limit, after)) as items:
+        async with aclosing(self._iterate_items(path, CheckpointRead, {}, limit, after)) as items:
             async for item in items:
                 yield item
 
     @call
     async def update_checkpoint(self, run_id: str, checkpoint_id: str, *, pinned: bool) -> CheckpointRead:
         """Pin a checkpoint, so that it is not deleted when newer ones are saved, or unpin it."""
-        return await self._patch(CheckpointRead, f"/runs/{run_id}/checkpoints/{checkpoint_id}", {"pinned": pinned})
+        return await self._send_patch(CheckpointRead, f"/runs/{run_id}/checkpoints/{checkpoint_id}", {"pinned": pinned})
 
     @call
     async def export_checkpoint(
@@ -474,7 +474,7 @@ class Runs(ApiResource[M]):
     @call
     async def artifacts(self, run_id: str, *, attempt: int | None = None) -> Sequence[Artifact]:
         """Return the files of the run's output, or the records of one attempt."""
-        return (await self._session.get(Artifacts, _artifacts(run_id, attempt))).data
+        return (await self._session.get(Artifacts, _artifacts_path(run_id, attempt))).data
 
     @call
     async def download(
@@ -493,17 +493,17 @@ class Runs(ApiResource[M]):
         folder `<run>-attempt-<number>`. `on_progress` is called with the path, the bytes received and the size of the
         file.
         """
-        place = _artifacts(run_id, attempt)
-        found = await self._session.get(Artifacts, place)
-        if found.left_out:
+        place = _artifacts_path(run_id, attempt)
+        listing = await self._session.get(Artifacts, place)
+        if listing.left_out:
             # Without a logging configuration, Python prints warnings on standard error.
             log.warning(
                 "%d file(s) of run %s are not downloaded, because their names have control characters, backslashes or "
-                "bytes that are not UTF-8: copy them from the storage of the service.", found.left_out, run_id,
+                "bytes that are not UTF-8: copy them from the storage of the service.", listing.left_out, run_id,
             )  # fmt: skip
         target = Path(folder or (run_id if attempt is None else f"{run_id}-attempt-{attempt}"))
-        return await download(self._session, place, run_id, found.data, target, paths, on_progress)
+        return await download_files(self._session, place, run_id, listing.data, target, paths, on_progress)
 
 
-def _artifacts(run_id: str, attempt: int | None) -> str:
+def _artifacts_path(run_id: str, attempt: int | None) -> str:
     return f"/runs/{run_id}/artifacts" if attempt is None else f"/runs/{run_id}/attempts/{attempt}/artifacts"

@@ -70,7 +70,7 @@ class stream(Generic[P, T]):
         bound = self._function.__get__(resource)
         if resource.is_async:
             return bound
-        return functools.wraps(bound)(lambda *args, **named: _iterate(bound(*args, **named)))
+        return functools.wraps(bound)(lambda *args, **named: _iterate_sync(bound(*args, **named)))
 
 
 def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -84,7 +84,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a call of the synchronous client suspended without an event loop")
 
 
-def _iterate(generator: AsyncGenerator[T]) -> Iterator[T]:
+def _iterate_sync(generator: AsyncGenerator[T]) -> Iterator[T]:
     try:
         while True:
             try:

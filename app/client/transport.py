@@ -14,7 +14,7 @@ from httpx_sse import EventSource, ServerSentEvent
 from pydantic import BaseModel, ValidationError
 
 from app.client.connection import Connection
-from app.client.errors import AnnealError, describe, from_response
+from app.client.errors import AnnealError, convert_errors, from_response
 from app.config import proxy_of
 
 T = TypeVar("T", bound=BaseModel)
@@ -34,7 +34,7 @@ class Backoff:
     def __init__(self) -> None:
         self._tries = 0
 
-    def next(self, asked_for: float | None = None) -> float:
+    def next_delay(self, asked_for: float | None = None) -> float:
         """Return the next delay in seconds; at least the `Retry-After` of the service."""
         most = min(_LONGEST_SECONDS, _SHORTEST_SECONDS * 2.0**self._tries)
         self._tries += 1
@@ -50,12 +50,12 @@ class Transport(Protocol):
 
     url: str
 
-    def build(self, method: str, path: str, **options: Any) -> httpx.Request: ...
-    async def send(self, request: httpx.Request) -> httpx.Response: ...
-    async def read(self, response: httpx.Response) -> bytes: ...
-    def chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]: ...
-    def sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]: ...
-    async def release(self, response: httpx.Response) -> None: ...
+    def build_request(self, method: str, path: str, **options: Any) -> httpx.Request: ...
+    async def send_request(self, request: httpx.Request) -> httpx.Response: ...
+    async def read_body(self, response: httpx.Response) -> bytes: ...
+    def iterate_chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]: ...
+    def iterate_sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]: ...
+    async def close_response(self, response: httpx.Response) -> None: ...
     async def pause(self, seconds: float) -> None: ...
 
 
@@ -64,30 +64,30 @@ class SyncTransport:
 
     def __init__(self, connection: Connection) -> None:
         self.url = connection.url
-        self.http = httpx.Client(**_options(connection))
+        self.http = httpx.Client(**_http_options(connection))
 
-    def build(self, method: str, path: str, **options: Any) -> httpx.Request:
+    def build_request(self, method: str, path: str, **options: Any) -> httpx.Request:
         return self.http.build_request(method, path, **options)
 
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        with describe(self.url):
+    async def send_request(self, request: httpx.Request) -> httpx.Response:
+        with convert_errors(self.url):
             return self.http.send(request, stream=True)
 
-    async def read(self, response: httpx.Response) -> bytes:
-        with describe(self.url):
+    async def read_body(self, response: httpx.Response) -> bytes:
+        with convert_errors(self.url):
             return response.read()
 
-    async def chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]:
-        with describe(self.url):
+    async def iterate_chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]:
+        with convert_errors(self.url):
             for chunk in response.iter_bytes():
                 yield chunk
 
-    async def sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
-        with describe(self.url):
+    async def iterate_sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
+        with convert_errors(self.url):
             for event in EventSource(response).iter_sse():
                 yield event
 
-    async def release(self, response: httpx.Response) -> None:
+    async def close_response(self, response: httpx.Response) -> None:
         response.close()
 
     async def pause(self, seconds: float) -> None:
@@ -99,31 +99,31 @@ class AsyncTransport:
 
     def __init__(self, connection: Connection) -> None:
         self.url = connection.url
-        self.http = httpx.AsyncClient(**_options(connection))
+        self.http = httpx.AsyncClient(**_http_options(connection))
 
-    def build(self, method: str, path: str, **options: Any) -> httpx.Request:
+    def build_request(self, method: str, path: str, **options: Any) -> httpx.Request:
         return self.http.build_request(method, path, **options)
 
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        with describe(self.url):
+    async def send_request(self, request: httpx.Request) -> httpx.Response:
+        with convert_errors(self.url):
             return await self.http.send(request, stream=True)
 
-    async def read(self, response: httpx.Response) -> bytes:
-        with describe(self.url):
+    async def read_body(self, response: httpx.Response) -> bytes:
+        with convert_errors(self.url):
             return await response.aread()
 
-    async def chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]:
-        with describe(self.url):
+    async def iterate_chunks(self, response: httpx.Response) -> AsyncGenerator[bytes]:
+        with convert_errors(self.url):
             async for chunk in response.aiter_bytes():
                 yield chunk
 
-    async def sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
-        with describe(self.url):
+    async def iterate_sse(self, response: httpx.Response) -> AsyncGenerator[ServerSentEvent]:
+        with convert_errors(self.url):
             async with aclosing(EventSource(response).aiter_sse()) as events:
                 async for event in events:
                     yield event
 
-    async def release(self, response: httpx.Response) -> None:
+    async def close_response(self, response: httpx.Response) -> None:
         await response.aclose()
 
     async def pause(self, seconds: float) -> None:
@@ -140,7 +140,7 @@ class Session:
 
     async def get(self, model: type[T], path: str, **params: Any) -> T:
         """Send a GET request and parse the response as `model`; parameters that are None are omitted."""
-        return parse_response(model, await self.request("GET", path, params=_given(params)))
+        return parse_response(model, await self.request("GET", path, params=_without_unset(params)))
 
     async def post(
         self, model: type[T], path: str, body: Mapping[str, Any], *, key: str | None = None, repeatable: bool = False
@@ -154,18 +154,20 @@ class Session:
 
     async def request(self, method: str, path: str, *, repeatable: bool = False, **options: Any) -> bytes:
         """Send a request and return the body of the response."""
-        request = self.transport.build(method, path, **options)
-        return await self.fetch(request, repeatable=repeatable or method == "GET")
+        request = self.transport.build_request(method, path, **options)
+        return await self.fetch_body(request, repeatable=repeatable or method == "GET")
 
-    async def fetch(self, request: httpx.Request, *, repeatable: bool) -> bytes:
+    async def fetch_body(self, request: httpx.Request, *, repeatable: bool) -> bytes:
         """Return the body of a successful response; an interrupted body is retried like any failure."""
-        return await self._try(self._whole, request, repeatable)
+        return await self._retry_failures(self._attempt_whole, request, repeatable)
 
-    async def send(self, request: httpx.Request, *, repeatable: bool) -> httpx.Response:
+    async def send_repeatedly(self, request: httpx.Request, *, repeatable: bool) -> httpx.Response:
         """Return a successful response whose body has not been read."""
-        return await self._try(self.attempt, request, repeatable)
+        return await self._retry_failures(self.attempt_once, request, repeatable)
 
-    async def _try(self, once: Callable[[httpx.Request], Awaitable[R]], request: httpx.Request, repeatable: bool) -> R:
+    async def _retry_failures(
+        self, once: Callable[[httpx.Request], Awaitable[R]], request: httpx.Request, repeatable: bool
+    ) -> R:
         """Retry for up to `patience` seconds after the first failure, because the call itself may take long.
 
         A request that is not repeatable is sent again only if the service was not reached.
@@ -178,7 +180,7 @@ class Session:
             except AnnealError as error:
                 now = time.monotonic()
                 failing_since = now if failing_since is None else failing_since
-                wait = backoff.next(error.retry_after)
+                wait = backoff.next_delay(error.retry_after)
                 may_repeat = (error.is_transient and repeatable) or error.code == "unreachable"
                 if not may_repeat or now + wait - failing_since > self.patience:
                     raise
@@ -186,22 +188,22 @@ class Session:
                     self._on_retry(error)
             await self.transport.pause(wait)
 
-    async def _whole(self, request: httpx.Request) -> bytes:
-        response = await self.attempt(request)
+    async def _attempt_whole(self, request: httpx.Request) -> bytes:
+        response = await self.attempt_once(request)
         try:
-            return await self.transport.read(response)
+            return await self.transport.read_body(response)
         finally:
-            await self.transport.release(response)
+            await self.transport.close_response(response)
 
-    async def attempt(self, request: httpx.Request) -> httpx.Response:
+    async def attempt_once(self, request: httpx.Request) -> httpx.Response:
         """Send once and return a response with status below 400, not read yet; raise the error otherwise."""
-        response = await self.transport.send(request)
+        response = await self.transport.send_request(request)
         if response.status_code < 400:
             return response
         try:
-            await self.transport.read(response)
+            await self.transport.read_body(response)
         finally:
-            await self.transport.release(response)
+            await self.transport.close_response(response)
         raise from_response(response)
 
 
@@ -219,11 +221,11 @@ def parse_response(model: type[T], content: bytes) -> T:
         ) from None
 
 
-def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+def _without_unset(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if value is not None and value != ()}
 
 
-def _options(connection: Connection) -> dict[str, Any]:
+def _http_options(connection: Connection) -> dict[str, Any]:
     url = connection.url
     host = httpx.URL(url).host
     return {
@@ -231,13 +233,13 @@ def _options(connection: Connection) -> dict[str, Any]:
         "auth": connection.authorize,
         "timeout": _TIMEOUT,
         "trust_env": False,  # httpx fails on networks in NO_PROXY
-        "proxy": None if host in ("127.0.0.1", "localhost", "::1") else _proxy(url),
+        "proxy": None if host in ("127.0.0.1", "localhost", "::1") else _proxy_for(url),
         # Without TLS, skip loading certificates: it takes longer than most calls.
-        "verify": _certificates(connection.ca_file) if url.startswith("https") else False,
+        "verify": _tls_context(connection.ca_file) if url.startswith("https") else False,
     }
 
 
-def _proxy(url: str) -> httpx.Proxy | None:
+def _proxy_for(url: str) -> httpx.Proxy | None:
     if (proxy := proxy_of(url)) is None:
         return None
     try:
@@ -250,7 +252,7 @@ def _proxy(url: str) -> httpx.Proxy | None:
         ) from None
 
 
-def _certificates(ca_file: Path | None) -> ssl.SSLContext:
+def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
     """Return the certificates that servers are verified with: of `ca_file`, else of the environment or certifi."""
     try:
         return ssl.create_default_context(cafile=ca_file) if ca_file else httpx.create_ssl_context()

@@ -68,6 +68,6 @@ class FakeOptions(BaseModel):
     )
 
     @classmethod
-    def stored(cls, extra: Mapping[str, Any]) -> Self:
+    def parse_stored(cls, extra: Mapping[str, Any]) -> Self:
         """Parse the options of a stored run, leniently: earlier versions accepted values such as `"20"` for 20."""
         return cls.model_validate(extra, strict=False)

@@ -53,14 +53,14 @@ GPUS = (
 
 def find_gpu(name: str | None) -> Gpu | None:
     """Return the model that a driver or a user names, such as `NVIDIA A100-SXM4-80GB` or `h100`; None if unknown."""
-    words = _words(name or "")
-    matching = [gpu for gpu in GPUS if _words(gpu.name) <= words]
-    return max(matching, key=lambda gpu: len(_words(gpu.name)), default=None)
+    words = _name_parts(name or "")
+    matching = [gpu for gpu in GPUS if _name_parts(gpu.name) <= words]
+    return max(matching, key=lambda gpu: len(_name_parts(gpu.name)), default=None)
 
 
 def may_be(name: str, gpu: Gpu) -> bool:
     """Return True if this is a name of the model or a part of one, such as `A100` for `A100 80GB`."""
-    return find_gpu(name) is gpu or _words(name) <= _words(f"NVIDIA {gpu.name}")
+    return find_gpu(name) is gpu or _name_parts(name) <= _name_parts(f"NVIDIA {gpu.name}")
 
 
 def gpu_names() -> str:
@@ -68,6 +68,6 @@ def gpu_names() -> str:
     return ", ".join(f"`{gpu.name}`" for gpu in GPUS)
 
 
-def _words(name: str) -> set[str]:
+def _name_parts(name: str) -> set[str]:
     """Return the words of a name, with the size of the memory apart from what precedes it."""
     return set(re.findall(r"[a-z0-9]+", re.sub(r"(\d+) ?g(i?b)?\b", r" \1gb ", name.lower())))

@@ -36,19 +36,19 @@ class HumanNumber:
         self._text = {"type": "string", "pattern": pattern, "examples": examples}
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._checked, handler(source))
+        return core_schema.no_info_before_validator_function(self._parse_text, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"anyOf": [handler(schema), self._text]}
 
-    def number(self, value: Any) -> Any:
+    def parse_number(self, value: Any) -> Any:
         """Return the value as a number if it can be parsed, else unchanged."""
         try:
-            return self._checked(value)
+            return self._parse_text(value)
         except PydanticCustomError:
             return value
 
-    def _checked(self, value: Any) -> Any:
+    def _parse_text(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._read(value)
         # JSON does not distinguish integers from floats, and YAML parses 1e4 as a float.
@@ -58,12 +58,12 @@ class HumanNumber:
 def read_count(text: str) -> int:
     """Parse a count; raise `PydanticCustomError` if the text is not one."""
     if not re.fullmatch(_COUNT_PATTERN, text):
-        raise _unreadable(text, 'is not a count; write 10000, "10k", "1.5M", "8Ki" or "2^15"')
+        raise _parse_error(text, 'is not a count; write 10000, "10k", "1.5M", "8Ki" or "2^15"')
     base, power, exponent = text.replace("**", "^").partition("^")
     if power:
         return int(int(base) ** int(exponent))
     number = text.lower().rstrip("kmbgti")
-    return _whole(text, Decimal(number.replace("_", "")) * _FACTORS.get(text.lower()[len(number) :], 1))
+    return _whole_number(text, Decimal(number.replace("_", "")) * _FACTORS.get(text.lower()[len(number) :], 1))
 
 
 def read_seconds(text: str) -> int:
@@ -72,19 +72,21 @@ def read_seconds(text: str) -> int:
     `m` is a minute, whereas `M` is a million.
     """
     if re.fullmatch(_DURATION, text):
-        return _whole(text, sum(Decimal(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[0-9.]+[dhms]", text)))
+        return _whole_number(
+            text, sum(Decimal(part[:-1]) * _UNITS[part[-1]] for part in re.findall(r"[0-9.]+[dhms]", text))
+        )
     if not re.fullmatch(_SECONDS_PATTERN, text):
-        raise _unreadable(text, 'is not a duration; write seconds, "90s", "30m", "2h" or "1d"')
+        raise _parse_error(text, 'is not a duration; write seconds, "90s", "30m", "2h" or "1d"')
     return read_count(text)
 
 
-def _whole(text: str, number: Decimal | int) -> int:
+def _whole_number(text: str, number: Decimal | int) -> int:
     if number != int(number):
-        raise _unreadable(text, "is not a whole number")
+        raise _parse_error(text, "is not a whole number")
     return int(number)
 
 
-def _unreadable(text: str, why: str) -> PydanticCustomError:
+def _parse_error(text: str, why: str) -> PydanticCustomError:
     reason = f"cannot be parsed: {json.dumps(text[:40])} {why}"
     return PydanticCustomError("bad_count", "{reason}", {"reason": reason})
 
@@ -97,7 +99,7 @@ def read_bytes(text: str) -> int:
     sized = re.fullmatch(_SIZE, text)
     if sized is None:
         if not re.fullmatch(_WHOLE, text):
-            raise _unreadable(text, 'is not a size; write the number, or one with a unit, such as "80Gi" or "80GB"')
+            raise _parse_error(text, 'is not a size; write the number, or one with a unit, such as "80Gi" or "80GB"')
         return int(text.replace("_", ""))
     number, prefix, binary = sized.groups()
     return int(Decimal(number) * (1024 if binary else 1000) ** (1 + "kmgt".index(prefix.lower())))

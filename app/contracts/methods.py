@@ -144,7 +144,7 @@ class Method:
         """Return True if a run with this `lora_r` trains an adapter rather than all weights."""
         return self.adapter != "forbidden" and lora_r is not None
 
-    def defaults(self, lora_r: int | None) -> dict[str, Any]:
+    def default_fields(self, lora_r: int | None) -> dict[str, Any]:
         """Return the defaults of the fields that depend on the method, and on whether it trains an adapter."""
         if self.trains_adapter(lora_r):
             # The state of an adapter's optimizer is small, so paging or 8 bits would save nothing and cost time.
@@ -181,7 +181,7 @@ class Method:
         """True if a higher `eval_metric` is better."""
         return self.eval_metric == "eval_reward"
 
-    def score(self, metric: float) -> float:
+    def to_score(self, metric: float) -> float:
         """Return an `eval_metric` as a score of which less is better, or a score as its metric."""
         return -metric if self.higher_is_better else metric
 

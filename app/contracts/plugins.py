@@ -109,11 +109,11 @@ def has_replicas(config: Mapping[str, Any]) -> bool:
     return (config.get("extra") or {}).get("checkpoint_engine") is not None
 
 
-def replaced_fields(config: Mapping[str, Any], given: set[str]) -> Iterator[tuple[str, str]]:
+def replaced_fields(config: Mapping[str, Any], user_set_fields: set[str]) -> Iterator[tuple[str, str]]:
     """Yield fields that were set although a plugin replaces them, with an error message."""
     for field, kind, name in named_plugins(config):
         for replaced in _REPLACES.get(kind, ()):
-            if replaced in given:
+            if replaced in user_set_fields:
                 yield (
                     replaced,
                     f"cannot be set together with `{field}`, because `{name}` replaces it: leave one of them out",

@@ -27,7 +27,7 @@ SamplePrompt = Annotated[
 ]
 
 
-def _bounded(prompts: list[Any]) -> list[Any]:
+def _limit_characters(prompts: list[Any]) -> list[Any]:
     texts = [[prompt] if isinstance(prompt, str) else [message.content for message in prompt] for prompt in prompts]
     if sum(len(text) for several in texts for text in several) > MOST_PROMPT_CHARACTERS:
         reason = f"must have at most {MOST_PROMPT_CHARACTERS:,} characters in total; shorten or remove some prompts"
@@ -35,4 +35,4 @@ def _bounded(prompts: list[Any]) -> list[Any]:
     return prompts
 
 
-SamplePrompts = Annotated[list[SamplePrompt], AfterValidator(_bounded)]
+SamplePrompts = Annotated[list[SamplePrompt], AfterValidator(_limit_characters)]

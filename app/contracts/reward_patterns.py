@@ -42,10 +42,10 @@ def pattern_error(pattern: str) -> str | None:
     # A literal brace in `re`, but not in `regex`.
     if _LITERAL_BRACE.search(pattern):
         return r"has a `{` that is not a repetition; write it as `\{`"
-    return _TOO_LONG if _unrolled(pattern) > _MOST_UNROLLED else None
+    return _TOO_LONG if _count_nodes(pattern) > _MOST_UNROLLED else None
 
 
-def _unrolled(pattern: str) -> int:
+def _count_nodes(pattern: str) -> int:
     """Estimate the number of nodes of the pattern in `regex`, which unrolls counted repetitions.
 
     A few nested repetitions would exhaust the memory.
@@ -76,28 +76,30 @@ def schema_error(schema: dict[str, Any]) -> str | None:
         if schema.get("$schema", _DRAFT) != _DRAFT:
             return f"must be a schema of draft 2020-12: leave `$schema` out, or write {_DRAFT}"
         # Before jsonschema, which compiles every pattern.
-        if long := next((pattern for pattern in _patterns(schema) if len(pattern) > MOST_PATTERN_CHARACTERS), None):
+        if long := next(
+            (pattern for pattern in _schema_patterns(schema) if len(pattern) > MOST_PATTERN_CHARACTERS), None
+        ):
             return f"has a pattern {long[:100]!r} that {_TOO_LONG}"
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         return f"is not a JSON Schema, at {error.json_path}: {error.message[:200]}"
     except (RecursionError, ArithmeticError, ValueError) as error:
         return f"is not a JSON Schema: {error}"
-    for keyword, value in _keywords({name: value for name, value in schema.items() if name != "$schema"}):
+    for keyword, value in _schema_keywords({name: value for name, value in schema.items() if name != "$schema"}):
         if keyword in ("$schema", "$id", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"):
             # These change the meaning of references; the last two run beyond the reach of any time limit.
             return f"cannot contain `{keyword}`"
         if keyword == "$ref" and isinstance(value, str) and not _is_in(schema, value):
             return f"has a `$ref` to {value[:100]!r}; it must refer to `#` or to a schema below `#/$defs/`"
-    for pattern in _patterns(schema):
+    for pattern in _schema_patterns(schema):
         if reason := pattern_error(pattern):
             return f"has a pattern {pattern[:100]!r} that {reason}"
     return None
 
 
-def _patterns(schema: Any) -> Iterator[str]:
+def _schema_patterns(schema: Any) -> Iterator[str]:
     """Yield every pattern of a schema, and what looks like one within `default` or `enum`."""
-    for keyword, value in _keywords(schema):
+    for keyword, value in _schema_keywords(schema):
         if keyword == "pattern" and isinstance(value, str):
             yield value
         elif keyword == "patternProperties" and isinstance(value, dict):
@@ -116,9 +118,9 @@ def _is_in(schema: Any, reference: str) -> bool:
     return True
 
 
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+def _schema_keywords(schema: Any) -> Iterator[tuple[str, Any]]:
     """Yield every key of every object with its value; some are names of properties, not keywords."""
     if isinstance(schema, dict):
         yield from schema.items()
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _keywords(inner)
+        yield from _schema_keywords(inner)

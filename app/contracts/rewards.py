@@ -187,18 +187,18 @@ WITH_ANSWER = ("exact_match", "numeric_match")
 """Types of rewards that compare a completion with the `answer` of its row."""
 
 
-def names(rewards: Sequence[Reward]) -> list[str]:
+def metric_names(rewards: Sequence[Reward]) -> list[str]:
     """Return the names of the rewards in metrics, in order: the type, for the second of a type `regex_2` and so on.
 
     Plugins have their name after the type.
     """
     seen: Counter[str] = Counter()
-    found = []
+    names = []
     for reward in rewards:
         name = f"plugin_{reward.name}" if isinstance(reward, PluginReward) else reward.type
         seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return found
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
 
 
 def needs_answer(rewards: Sequence[Reward]) -> bool:

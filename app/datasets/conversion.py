@@ -23,7 +23,7 @@ _SPEAKERS = {
 _ALPACA = frozenset({"instruction", "input", "output", "system", "history"})
 
 
-def required(row: Row, column: str, format: str) -> Any:
+def required_value(row: Row, column: str, format: str) -> Any:
     """Return a value of a row that its format needs; raises `BadRow`."""
     if column not in row:
         raise BadRow("missing_column", f"`{column}` is missing; every row of the format {format} needs it")
@@ -33,7 +33,7 @@ def required(row: Row, column: str, format: str) -> Any:
 def from_openai_pair(row: Row) -> Row:
     """Convert a preference pair from OpenAI's format; other members of `input` (`tools`) become columns."""
     for column in OPENAI_PAIR:
-        required(row, column, "preference")
+        required_value(row, column, "preference")
     source = row["input"]
     if not isinstance(source, dict) or "messages" not in source:
         raise BadRow("wrong_type", '`input` must be an object such as {"messages": [{"role": "user", …}]}')
@@ -56,7 +56,7 @@ def split_prompt(row: Row) -> Row:
     Source: `maybe_extract_prompt` of TRL, which takes what both begin with. A text that is the content of one of those
     messages may be in the column `prompt`.
     """
-    chosen, rejected = required(row, "chosen", "preference"), required(row, "rejected", "preference")
+    chosen, rejected = required_value(row, "chosen", "preference"), required_value(row, "rejected", "preference")
     prompt, are_chats = row.get("prompt"), isinstance(chosen, list) and isinstance(rejected, list)
     if "prompt" in row and not (are_chats and isinstance(prompt, str)):
         return row
@@ -101,13 +101,13 @@ def from_sharegpt(row: Row) -> Row:
         messages.append({"role": _SPEAKERS[speaker], "content": turn["value"], **extra})
     check_messages(messages, "conversations")
     rest = {key: value for key, value in row.items() if key not in ("conversations", "system")}
-    return {"messages": [*_system(row), *messages], **rest}
+    return {"messages": [*_system_messages(row), *messages], **rest}
 
 
 def from_alpaca(row: Row) -> Row:
     """Convert an instruction, with its optional columns `input`, `system` and `history`, to a chat."""
     for column in ("instruction", "output"):
-        check_text(required(row, column, "chat"), column)
+        check_text(required_value(row, column, "chat"), column)
     question = row["instruction"]
     if not is_blank(row.get("input")):
         check_text(row["input"], "input")
@@ -122,9 +122,9 @@ def from_alpaca(row: Row) -> Row:
         for text in pair:
             check_text(text, f"history[{at}]")
         pairs.append(pair)
-    messages = _system(row)
-    for asked, answered in [*pairs, (question, row["output"])]:
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    messages = _system_messages(row)
+    for user_text, assistant_text in [*pairs, (question, row["output"])]:
+        messages += [{"role": "user", "content": user_text}, {"role": "assistant", "content": assistant_text}]
     rest = {key: value for key, value in row.items() if key not in _ALPACA}
     return {"messages": messages, **rest}
 
@@ -135,10 +135,10 @@ def with_system_message(row: Row) -> Row:
     if not isinstance(text, str) or not text.strip() or row["messages"][0]["role"] in ("system", "developer"):
         return row
     rest = {key: value for key, value in row.items() if key != "system"}
-    return {**rest, "messages": [*_system(row), *row["messages"]]}
+    return {**rest, "messages": [*_system_messages(row), *row["messages"]]}
 
 
-def _system(row: Row) -> list[dict[str, Any]]:
+def _system_messages(row: Row) -> list[dict[str, Any]]:
     if is_blank(row.get("system")):
         return []
     check_text(row["system"], "system")

@@ -6,7 +6,7 @@ from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
 from starlette.responses import FileResponse
 
 from app.api.authorization import CurrentCaller
-from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release
+from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release_connection
 from app.api.file_response import OpenFileResponse
 from app.api.idempotency import Idempotency
 from app.api.open_responses import DownloadLimit
@@ -51,12 +51,14 @@ async def upload_dataset(
     The dataset is validated row by row and stored as JSONL only if every row is valid.
     """
     sessions = request.app.state.sessions
-    Idempotency.of(idempotency_key, "", b"")  # rejects an invalid key before the file is read
-    with storage.staging() as folder:
-        around = sources.ImportContext(sessions, settings, storage, folder)
-        received = await sources.receive(around, request.headers.get("content-type", ""), request.stream())
-        idempotency = Idempotency.of(idempotency_key, "/v1/datasets", received.digest.encode())
-        dataset = await service.store(sessions, storage, received, caller.key_id, idempotency, call_of(request.scope))
+    Idempotency.from_header(idempotency_key, "", b"")  # rejects an invalid key before the file is read
+    with storage.staging_folder() as folder:
+        context = sources.ImportContext(sessions, settings, storage, folder)
+        received = await sources.receive_dataset(context, request.headers.get("content-type", ""), request.stream())
+        idempotency = Idempotency.from_header(idempotency_key, "/v1/datasets", received.digest.encode())
+        dataset = await service.store_dataset(
+            sessions, storage, received, caller.key_id, idempotency, call_of(request.scope)
+        )
     response.headers["Location"] = f"/v1/datasets/{dataset.id}"
     return DatasetView.model_validate(dataset)
 
@@ -81,11 +83,13 @@ async def mix_datasets(
     and stopping strategy.
     """
     sessions = request.app.state.sessions
-    Idempotency.of(idempotency_key, "", b"")  # rejects an invalid key before anything is written
-    with storage.staging() as folder:
-        mixed = await mix.mix(sessions, settings, storage, folder, body)
-        idempotency = Idempotency.of(idempotency_key, "/v1/datasets/mix", mixed.digest.encode())
-        dataset = await service.store(sessions, storage, mixed, caller.key_id, idempotency, call_of(request.scope))
+    Idempotency.from_header(idempotency_key, "", b"")  # rejects an invalid key before anything is written
+    with storage.staging_folder() as folder:
+        mixed = await mix.write_mix(sessions, settings, storage, folder, body)
+        idempotency = Idempotency.from_header(idempotency_key, "/v1/datasets/mix", mixed.digest.encode())
+        dataset = await service.store_dataset(
+            sessions, storage, mixed, caller.key_id, idempotency, call_of(request.scope)
+        )
     response.headers["Location"] = f"/v1/datasets/{dataset.id}"
     return DatasetView.model_validate(dataset)
 
@@ -106,14 +110,16 @@ async def list_datasets(
     ] = None,
 ) -> Page[DatasetSummary]:
     """List datasets, newest first."""
-    found, has_more = await service.page(session, service.Filters(format, find, search, file_sha256), paging)
-    return Page(data=[DatasetSummary.model_validate(row) for row in found], has_more=has_more)
+    datasets, has_more = await service.list_datasets(
+        session, service.Filters(format, find, search, file_sha256), paging
+    )
+    return Page(data=[DatasetSummary.model_validate(row) for row in datasets], has_more=has_more)
 
 
 @router.get("/{dataset_id}")
 async def get_dataset(dataset_id: str, session: Session) -> DatasetView:
     """Get one dataset with its first rows."""
-    return DatasetView.model_validate(await service.get(session, dataset_id))
+    return DatasetView.model_validate(await service.get_dataset(session, dataset_id))
 
 
 @router.delete(
@@ -125,7 +131,7 @@ async def delete_dataset(
     dataset_id: str, session: Session, storage: CurrentStorage, after_commit: BackgroundTasks
 ) -> None:
     """Delete a dataset and its file, unless a run refers to it, because a finished run can be resumed."""
-    await service.delete(session, dataset_id)
+    await service.delete_dataset(session, dataset_id)
     after_commit.add_task(service.remove_content, storage, dataset_id)
 
 
@@ -140,10 +146,10 @@ async def list_rows(
     limit: Annotated[int, Query(ge=1, le=100, description="Maximum number of rows; fewer if they are large.")] = 20,
 ) -> DatasetRows:
     """Get rows of a dataset, with long texts cut; GET …/content has them whole."""
-    dataset = await service.get(session, dataset_id)
-    await release(session)
-    file = await storage.in_thread(service.content, storage, dataset)
-    return await storage.in_thread(rows.read, file, after, limit)
+    dataset = await service.get_dataset(session, dataset_id)
+    await release_connection(session)
+    file = await storage.in_thread(service.open_content, storage, dataset)
+    return await storage.in_thread(rows.read_rows, file, after, limit)
 
 
 @router.get(
@@ -158,9 +164,9 @@ async def list_rows(
 )
 async def download_dataset(dataset_id: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download the rows as JSONL, completely or the requested ranges; `ETag` is the SHA-256."""
-    dataset = await service.get(session, dataset_id)
-    await release(session)
-    file = await storage.in_thread(service.content, storage, dataset)
+    dataset = await service.get_dataset(session, dataset_id)
+    await release_connection(session)
+    file = await storage.in_thread(service.open_content, storage, dataset)
     return OpenFileResponse(
         file,
         storage.calls,

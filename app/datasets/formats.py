@@ -10,7 +10,7 @@ from app.datasets.conversion import (
     from_alpaca,
     from_openai_pair,
     from_sharegpt,
-    required,
+    required_value,
     split_prompt,
     with_system_message,
 )
@@ -22,23 +22,23 @@ IGNORED_LABEL = -100
 _TOKEN_COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-def detect(columns: Iterable[str]) -> str:
+def detect_format(columns: Iterable[str]) -> str:
     """Detect the format from column names; raises `BadRow` if no format or more than one matches."""
     names = list(columns)
     fitting = [(needed, name) for name, choices in _SIGNATURES.items() for needed in choices if needed <= set(names)]
     # {prompt, completion} is more specific than {prompt}, which it contains.
-    found = sorted({name for needed, name in fitting if not any(needed < other for other, _ in fitting)})
-    if len(found) > 1 and "prompt" in found and not set(names) >= _WITH_ANSWER:
+    matching = sorted({name for needed, name in fitting if not any(needed < other for other, _ in fitting)})
+    if len(matching) > 1 and "prompt" in matching and not set(names) >= _WITH_ANSWER:
         # A prompt next to the columns of another format is usually an extra column, not a dataset of prompts.
-        found.remove("prompt")
-    if not found and layout_of(names) is not None:
+        matching.remove("prompt")
+    if not matching and layout_of(names) is not None:
         return "chat"
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
         raise BadRow(
             "ambiguous_format",
-            f"the row could be {' or '.join(found)}; set the field `format` before the file",
+            f"the row could be {' or '.join(matching)}; set the field `format` before the file",
         )
     there = ", ".join(f"`{name[:40]}`" for name in names[:10]) or "none"
     raise BadRow(
@@ -75,22 +75,22 @@ def sequences_of(format: str, row: Row) -> Iterator[Iterator[str]]:
     A preference pair has two sequences, each with the prompt before its answer. Rows of token ids have none.
     """
     for columns in _READ[format]:
-        yield _texts(row, columns)
+        yield _column_texts(row, columns)
 
 
-def _texts(row: Row, columns: tuple[str, ...]) -> Iterator[str]:
+def _column_texts(row: Row, columns: tuple[str, ...]) -> Iterator[str]:
     for column in columns:
         value = row[column]
         yield from [value] if isinstance(value, str) else texts_of(value)
 
 
-def _chat(row: Row) -> Row:
+def _validate_chat(row: Row) -> Row:
     layout = layout_of(row)
     if layout == "sharegpt":
         row = from_sharegpt(row)
     elif "messages" not in row and row.keys() & LAYOUTS["alpaca"]:
         row = from_alpaca(row)
-    required(row, "messages", "chat")
+    required_value(row, "messages", "chat")
     row = with_system_message(check_chats(row, "messages", allows_weights=True))
     if all(message["role"] != "assistant" for message in row["messages"]):
         raise BadRow(
@@ -109,11 +109,11 @@ def _prompt_completion(row: Row) -> Row:
 
 
 def _plain_text(row: Row) -> Row:
-    check_text(required(row, "text", "text"), "text")
+    check_text(required_value(row, "text", "text"), "text")
     return row
 
 
-def _preference(row: Row) -> Row:
+def _validate_preference(row: Row) -> Row:
     if "preferred_output" in row or "non_preferred_output" in row:
         row = from_openai_pair(row)
     source, row = row, split_prompt(row)
@@ -125,8 +125,8 @@ def _preference(row: Row) -> Row:
     return row
 
 
-def _rated(row: Row) -> Row:
-    required(row, "label", "rated")
+def _validate_rated(row: Row) -> Row:
+    required_value(row, "label", "rated")
     row = _checked_answers(row, "rated", "prompt", "completion")
     _check_ends_with_answer(row, "completion")
     label = row["label"]
@@ -142,8 +142,8 @@ def _rated(row: Row) -> Row:
     return {**row, "label": rating}
 
 
-def _prompt(row: Row) -> Row:
-    prompt = required(row, "prompt", "prompt")
+def _validate_prompt(row: Row) -> Row:
+    prompt = required_value(row, "prompt", "prompt")
     if isinstance(prompt, list):
         row = check_chats(row, "prompt")
     else:
@@ -159,7 +159,7 @@ def _prompt(row: Row) -> Row:
 def _checked_answers(row: Row, format: str, *columns: str) -> Row:
     """Check columns that are all texts, or all lists of messages."""
     for column in columns:
-        required(row, column, format)
+        required_value(row, column, format)
     are_lists = [isinstance(row[column], list) for column in columns]
     if any(are_lists):
         if not all(are_lists):
@@ -181,9 +181,9 @@ def _check_has_answer(row: Row, column: str) -> None:
         raise BadRow("no_assistant_message", f"`{column}` has no message of the role `assistant` to learn")
 
 
-def _tokenized(row: Row) -> Row:
+def _validate_tokenized(row: Row) -> Row:
     """Check token ids, with the optional columns `labels`, `attention_mask` and `position_ids` of the same length."""
-    ids = required(row, "input_ids", "tokenized")
+    ids = required_value(row, "input_ids", "tokenized")
     _check_ints(ids, "input_ids", lambda value: 0 <= value <= HIGHEST_TOKEN_ID, "a token id, from 0 to 2147483647")
     labels, mask, positions = row.get("labels"), row.get("attention_mask"), row.get("position_ids")
     if labels is not None:
@@ -194,7 +194,7 @@ def _tokenized(row: Row) -> Row:
     first, end = 0, len(ids)
     if mask is not None:
         _check_ints(mask, "attention_mask", lambda value: value in (0, 1), "1, or 0 for padding", ids)
-        first, end = attended(mask)
+        first, end = attended_range(mask)
         if first == end or 0 in mask[first:end]:
             raise BadRow("bad_mask", "`attention_mask` may be 0 only at the start and at the end, where padding is")
         padded = [*range(first), *range(end, len(ids))]
@@ -215,7 +215,7 @@ def _tokenized(row: Row) -> Row:
     return row
 
 
-def attended(mask: list[int]) -> tuple[int, int]:
+def attended_range(mask: list[int]) -> tuple[int, int]:
     """Return the start and the end of a sequence without its padding."""
     if 1 not in mask:
         return 0, 0
@@ -253,13 +253,13 @@ _SIGNATURES: dict[str, list[frozenset[str]]] = {
 }
 """Sets of columns that identify each format."""
 _CHECKS: dict[str, Callable[[Row], Row]] = {
-    "chat": _chat,
+    "chat": _validate_chat,
     "prompt_completion": _prompt_completion,
     "text": _plain_text,
-    "preference": _preference,
-    "rated": _rated,
-    "prompt": _prompt,
-    "tokenized": _tokenized,
+    "preference": _validate_preference,
+    "rated": _validate_rated,
+    "prompt": _validate_prompt,
+    "tokenized": _validate_tokenized,
 }
 _READ: dict[str, tuple[tuple[str, ...], ...]] = {
     "chat": (("messages",),),

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import httpx
 
-from app.api.errors import ApiError, invalid, printable
+from app.api.errors import ApiError, invalid, to_printable
 from app.config import hub_endpoint, proxy_of
 from app.contracts.errors import FieldError
 from app.contracts.schemas.datasets import HubImport
@@ -58,7 +58,7 @@ class ModelNotReadable(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.message = printable(message, 450)
+        self.message = to_printable(message, 450)
 
 
 class HubUnreachable(Exception):
@@ -66,7 +66,7 @@ class HubUnreachable(Exception):
 
 
 @cache
-def _authorities() -> ssl.SSLContext:
+def _tls_context() -> ssl.SSLContext:
     """Return the TLS context of all clients: reading it takes 30 ms, in which the event loop serves no request."""
     return httpx.create_ssl_context()
 
@@ -81,11 +81,11 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, hub: str) -> None:
         self._hub = hub
-        self._tls = _authorities()
+        self._tls = _tls_context()
         self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        response = await self._send(request)
+        response = await self._send_guarded(request)
         codings = {coding.strip().lower() for coding in response.headers.get("content-encoding", "").split(",")}
         if not (response.has_redirect_location or codings & _COMPRESSIONS):
             return response
@@ -94,13 +94,13 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
             return httpx.Response(response.status_code, headers={"Location": response.headers["location"]})
         raise _Unusable(f"{request.url.host} compressed its response, which was not requested")
 
-    async def _send(self, request: httpx.Request) -> httpx.Response:
+    async def _send_guarded(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         if proxy := proxy_of(str(request.url)):
             # The proxy decides which hosts are reachable.
-            return await self._transport(f"proxy {proxy}", proxy).handle_async_request(request)
+            return await self._transport_of(f"proxy {proxy}", proxy).handle_async_request(request)
         if host == self._hub:
-            return await self._transport(host).handle_async_request(request)
+            return await self._transport_of(host).handle_async_request(request)
         failed: httpx.TransportError | None = None
         for address in await _public_addresses(host):
             direct = httpx.Request(
@@ -111,7 +111,7 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
                 extensions={**request.extensions, "sni_hostname": host},
             )
             try:
-                return await self._transport(host).handle_async_request(direct)
+                return await self._transport_of(host).handle_async_request(direct)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failed = error
         raise failed or _Unusable(f"it redirected to {host}, which cannot be resolved")
@@ -120,7 +120,7 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
         for transport in self._transports.values():
             await transport.aclose()
 
-    def _transport(self, name: str, proxy: str | None = None) -> httpx.AsyncHTTPTransport:
+    def _transport_of(self, name: str, proxy: str | None = None) -> httpx.AsyncHTTPTransport:
         """Return the transport of a host name; separate ones keep connections from being reused for another host."""
         if name not in self._transports:
             self._transports[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
@@ -129,17 +129,17 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
 
 async def _public_addresses(host: str) -> list[str]:
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        resolved = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         raise _Unusable(f"it redirected to {host}, which cannot be resolved") from None
-    addresses = list(dict.fromkeys(str(item[4][0]) for item in found))
+    addresses = list(dict.fromkeys(str(item[4][0]) for item in resolved))
     if not all(is_public(address) for address in addresses):
         raise _Unusable(f"it redirected to {host}, which has a private network address")
     return addresses
 
 
 @asynccontextmanager
-async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """Open a client of the hub that follows redirects to file hosts, but not into the network of this server.
 
     The token is sent only to the hub: a redirect to another origin is followed without it.
@@ -164,26 +164,26 @@ async def client(token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
 async def files_of_split(client: httpx.AsyncClient, request: HubImport) -> list[HubFile]:
     """Return the files of the requested split, at the commit to which the revision currently points."""
     revision = quote(request.revision or "main", safe="")
-    listing = await _json(client, f"/api/datasets/{request.hub}/revision/{revision}", request.hub)
+    listing = await _fetch_json(client, f"/api/datasets/{request.hub}/revision/{revision}", request.hub)
     commit, siblings = listing.get("sha"), listing.get("siblings")
     if not isinstance(commit, str) or not re.fullmatch(r"\w{1,64}", commit) or not isinstance(siblings, list):
         raise _Unusable("its list of files has an unexpected format")
     paths = [
         item["rfilename"] for item in siblings if isinstance(item, dict) and isinstance(item.get("rfilename"), str)
     ]
-    chosen = _choose(sorted(paths), request)
+    chosen = _choose_files(sorted(paths), request)
     if len(chosen) > _MAX_FILES:
         message = f"the split has {len(chosen):,} files, but at most {_MAX_FILES:,} are supported; upload larger files"
-        raise _refused("split", "too_many_files", message)
+        raise _hub_error("split", "too_many_files", message)
     prefix = f"/datasets/{request.hub}/resolve/{commit}/"
     return [HubFile(path, prefix + quote(path)) for path in chosen]
 
 
-async def download(client: httpx.AsyncClient, file: HubFile) -> AsyncIterator[bytes]:
+async def download_file(client: httpx.AsyncClient, file: HubFile) -> AsyncIterator[bytes]:
     """Yield the bytes of a file."""
     async with client.stream("GET", file.url) as response:
         if response.status_code in (401, 403, 404):  # a gated dataset lists its files publicly
-            raise _refused(
+            raise _hub_error(
                 "hub", "hub_dataset_not_found", f"the hub does not allow this server to read {file.path}; {_TOKEN_HINT}"
             )
         if response.status_code != 200:
@@ -197,10 +197,10 @@ async def fetch_tokenizer(client: httpx.AsyncClient, model: str, target: Path, m
     async with client.stream("GET", f"/{model}/resolve/main/tokenizer.json") as response:
         if response.status_code in (401, 403, 404):
             message = f"the hub has no model {model!r} with a tokenizer.json that this server can read; {_TOKEN_HINT}"
-            raise _refused("tokenizer", "tokenizer_not_found", message)
+            raise _hub_error("tokenizer", "tokenizer_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it returned status {response.status_code}")
-        content = await _read(response, most_bytes)
+        content = await _read_limited(response, most_bytes)
     await asyncio.to_thread(target.write_bytes, content)
 
 
@@ -218,9 +218,9 @@ async def fetch_model_config(client: httpx.AsyncClient, model: str, revision: st
                 raise _not_readable(response, model, revision)
             if response.status_code != 200:
                 raise _Unusable(f"it returned status {response.status_code}")
-            return await _read(response, most_bytes)
+            return await _read_limited(response, most_bytes)
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-        raise HubUnreachable(printable(str(error) or type(error).__name__, 200)) from error
+        raise HubUnreachable(to_printable(str(error) or type(error).__name__, 200)) from error
 
 
 def _not_readable(response: httpx.Response, model: str, revision: str | None) -> ModelNotReadable:
@@ -258,7 +258,7 @@ def _not_readable(response: httpx.Response, model: str, revision: str | None) ->
             )
 
 
-def _choose(paths: list[str], request: HubImport) -> list[str]:
+def _choose_files(paths: list[str], request: HubImport) -> list[str]:
     """Return the files whose names contain the split as a word, in the folder or with the name of the subset."""
     readable = [path for path in paths if path.endswith(_SUFFIXES)]
     ways: tuple[Callable[[str], bool], ...] = (
@@ -268,11 +268,11 @@ def _choose(paths: list[str], request: HubImport) -> list[str]:
         lambda path: _has_word(Path(path).stem, request.split, "-._ 0-9"),
         lambda path: request.split == "train" and readable == [path],
     )
-    fitting: list[str] = next((found for way in ways if (found := [path for path in readable if way(path)])), [])
+    fitting: list[str] = next((matching for way in ways if (matching := [path for path in readable if way(path)])), [])
     if request.subset is not None:
         fitting = [path for path in fitting if _has_word(path, request.subset, "-._ /")]
     for suffix in _SUFFIXES:
-        if found := [path for path in fitting if path.endswith(suffix)]:
+        if matching := [path for path in fitting if path.endswith(suffix)]:
             break
     else:
         available = ", ".join(path for path in paths if not path.startswith("."))
@@ -280,26 +280,26 @@ def _choose(paths: list[str], request: HubImport) -> list[str]:
             f"no file of {request.hub} has rows of this split (Parquet, or JSONL, JSON and CSV, also as .gz); it has "
             f"{available[:200]}"
         )
-        raise _refused("split", "split_not_found", message)
-    folders = sorted({path.rpartition("/")[0] for path in found})
+        raise _hub_error("split", "split_not_found", message)
+    folders = sorted({path.rpartition("/")[0] for path in matching})
     if len(folders) > 1:
         names = ", ".join(f"`{folder or '.'}`" for folder in folders[:20])
-        raise _refused("subset", "subset_needed", f"the split is in several folders ({names}); name one as `subset`")
-    return found
+        raise _hub_error("subset", "subset_needed", f"the split is in several folders ({names}); name one as `subset`")
+    return matching
 
 
 def _has_word(text: str, word: str, borders: str) -> bool:
     return re.search(rf"(?:^|[{borders}]){re.escape(word)}(?:$|[{borders}])", text) is not None
 
 
-async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:
+async def _fetch_json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any]:
     async with client.stream("GET", url) as response:
         if response.status_code in (401, 403, 404):
             message = f"the hub has no dataset {name!r} at this revision that this server can read; {_TOKEN_HINT}"
-            raise _refused("hub", "hub_dataset_not_found", message)
+            raise _hub_error("hub", "hub_dataset_not_found", message)
         if response.status_code != 200:
             raise _Unusable(f"it returned status {response.status_code}")
-        content = await _read(response, _MAX_LISTING_BYTES)
+        content = await _read_limited(response, _MAX_LISTING_BYTES)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -309,7 +309,7 @@ async def _json(client: httpx.AsyncClient, url: str, name: str) -> dict[str, Any
     return value
 
 
-async def _read(response: httpx.Response, most_bytes: int) -> bytes:
+async def _read_limited(response: httpx.Response, most_bytes: int) -> bytes:
     content = bytearray()
     async for piece in response.aiter_bytes(64 * 1024):
         content += piece
@@ -324,14 +324,14 @@ def _default_endpoint() -> str:
     return constants.ENDPOINT
 
 
-def _refused(field: str, code: str, message: str) -> ApiError:
-    return invalid([FieldError(field=field, code=code, message=printable(message, 450))], code=code)
+def _hub_error(field: str, code: str, message: str) -> ApiError:
+    return invalid([FieldError(field=field, code=code, message=to_printable(message, 450))], code=code)
 
 
 def _bad_gateway(why: str) -> ApiError:
     detail = (
-        f"The hub could not be used ({printable(why, 200)}). Try again later, or do without it: upload the dataset's "
-        "file, or put the model's folder below ANNEAL_MODELS_ROOT."
+        f"The hub could not be used ({to_printable(why, 200)}). Try again later, or do without it: upload the "
+        "dataset's file, or put the model's folder below ANNEAL_MODELS_ROOT."
     )
     return ApiError(502, "hub_unusable", detail)
 

@@ -92,8 +92,8 @@ class ImportOptions:
 class DatasetImporter:
     """Importer of one or more files into one dataset, in a separate folder.
 
-    For each file call `begin`, `feed` and `end`, then `more` until it returns False; finally call `finish`. Raises
-    `ApiError` for invalid input. All methods block, so call them in a thread.
+    For each file call `begin_file`, `feed` and `end_file`, then `read_more` until it returns False; finally call
+    `finish_dataset`. Raises `ApiError` for invalid input. All methods block, so call them in a thread.
     """
 
     def __init__(self, folder: Path, settings: Settings, reading: ImportOptions) -> None:
@@ -124,11 +124,11 @@ class DatasetImporter:
         """SHA-256 of the original files."""
         return self._sha256.hexdigest()
 
-    def expect(self, format: str) -> None:
+    def set_format(self, format: str) -> None:
         """Set the format when its field follows the file."""
         self._rows.format = self._requested_format = format
 
-    def begin(self, name: str, place: str = "") -> None:
+    def begin_file(self, name: str, place: str = "") -> None:
         """Start a file; `place` is the prefix of its error locations."""
         self._name, self._rows.file = name, place
         self._head.clear()
@@ -142,40 +142,40 @@ class DatasetImporter:
             raise too_large("A dataset", self._settings.max_upload_bytes)
         self._sha256.update(data)
         try:
-            for piece in self._gzip.pieces(data):
-                self._read(piece)
+            for piece in self._gzip.decompress_pieces(data):
+                self._read_decompressed(piece)
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
-    def end(self) -> None:
+    def end_file(self) -> None:
         """Handle the end of the file."""
         try:
-            for piece in self._gzip.end():
-                self._read(piece)
+            for piece in self._gzip.end_file():
+                self._read_decompressed(piece)
             if self._reader is None:
                 self._read_head()
             if self._reader is not None:
-                self._reader.end()
+                self._reader.end_file()
             if isinstance(self._reader, TableReader):
                 self._delimiter = self._reader.delimiter
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
-    def more(self) -> bool:
+    def read_more(self) -> bool:
         """Continue reading for a short time; return False once the file is completely read."""
         try:
-            return self._reader is not None and self._reader.more()
+            return self._reader is not None and self._reader.read_more()
         except TooManyBadRows:
             raise self._bad_rows_error() from None
 
-    def finish(self, name: str, digest: str = "") -> ImportedFile:
+    def finish_dataset(self, name: str, digest: str = "") -> ImportedFile:
         """Complete the dataset after the last file and return it."""
         try:
-            if self._rows.finish():
+            if self._rows.finish_rows():
                 raise self._bad_rows_error()
         except TooManyBadRows:
             raise self._bad_rows_error() from None
-        self._stored.finish()
+        self._stored.flush_to_disk()
         tokens = self._reading.tokens
         return ImportedFile(
             path=self._stored.path,
@@ -195,7 +195,7 @@ class DatasetImporter:
                 "requested_format": self._requested_format,
                 "requested_columns": None if self._reading.columns is None else dict(self._reading.columns),
             },
-            token_statistics=tokens.statistics(self._rows.count) if tokens else None,
+            token_statistics=tokens.compute_statistics(self._rows.count) if tokens else None,
             digest=digest,
         )
 
@@ -204,7 +204,7 @@ class DatasetImporter:
         self._drop_reader()
         self._stored.close()
 
-    def _read(self, data: bytes) -> None:
+    def _read_decompressed(self, data: bytes) -> None:
         self._bytes_read += len(data)
         if self._bytes_read > self._settings.max_upload_bytes:
             raise too_large("A dataset, decompressed,", self._settings.max_upload_bytes)
@@ -249,12 +249,12 @@ class DatasetImporter:
             return invalid([error.model_copy(update={"field": "file"}) for error in errors])
         errors = [error if error.field else error.model_copy(update={"field": "file"}) for error in errors]
         if len(errors) == 1:
-            found = f"1 row is not valid for training ({errors[0].field}: {errors[0].message})"
+            summary = f"1 row is not valid for training ({errors[0].field}: {errors[0].message})"
         elif len(errors) < MOST_BAD_ROWS:
-            found = f"{len(errors)} rows are not valid for training"
+            summary = f"{len(errors)} rows are not valid for training"
         else:  # reading stops there
-            found = f"at least {len(errors)} rows are not valid for training; these are the first"
-        return invalid(errors, f"Nothing was stored: {found}. Correct the file and upload it again.", code="bad_rows")
+            summary = f"at least {len(errors)} rows are not valid for training; these are the first"
+        return invalid(errors, f"Nothing was stored: {summary}. Correct the file and upload it again.", code="bad_rows")
 
 
 class StoredFile:
@@ -264,7 +264,7 @@ class StoredFile:
         """Create the file, which may have at most `most_bytes`.
 
         Raises:
-            DiskReserveReached: The disk has no room for it, also from `write` and `finish`.
+            DiskReserveReached: The disk has no room for it, also from `write` and `flush_to_disk`.
         """
         disk_reserve.ensure_room(0)
         self.path = path
@@ -279,18 +279,18 @@ class StoredFile:
         """Append a line; raises a 413 error if the file becomes too large."""
         self._block += line
         if len(self._block) >= _WRITE_BYTES:
-            self._flush()
+            self._write_block()
 
-    def finish(self) -> None:
+    def flush_to_disk(self) -> None:
         """Write what is buffered and flush the file to disk."""
-        self._flush()
+        self._write_block()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; it stays in its folder."""
         self._file.close()
 
-    def _flush(self) -> None:
+    def _write_block(self) -> None:
         block = bytes(self._block)
         self._block.clear()
         self.bytes += len(block)

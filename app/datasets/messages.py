@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from app.infra.strict_json import BadJson, parse
+from app.infra.strict_json import BadJson, parse_json
 
 Row = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -60,7 +60,7 @@ def check_chats(row: Row, *columns: str, allows_weights: bool = False) -> Row:
             _check_unweighted(messages, column)
         if messages is not row[column]:
             changed[column] = messages
-    tools = _parsed(row.get("tools"), "tools")
+    tools = _parse_if_text(row.get("tools"), "tools")
     functions = row.get("functions")
     if functions and is_blank(tools) and _are_objects(functions):  # the name of `tools` in older files of OpenAI
         tools = [{"type": "function", "function": function} for function in functions]
@@ -71,7 +71,7 @@ def check_chats(row: Row, *columns: str, allows_weights: bool = False) -> Row:
         tools = None
     if tools is not row.get("tools"):
         changed["tools"] = tools
-    options = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs")
+    options = _parse_if_text(row.get("chat_template_kwargs"), "chat_template_kwargs")
     _check_template_options(options)
     if options is not row.get("chat_template_kwargs"):
         changed["chat_template_kwargs"] = options
@@ -112,12 +112,12 @@ def is_blank(value: Any) -> bool:
 def parse_text(text: str, name: str) -> Any:
     """Parse the JSON in a text; raises `BadRow`."""
     try:
-        return parse(text.encode(errors="surrogatepass"))
+        return parse_json(text.encode(errors="surrogatepass"))
     except BadJson as error:
         raise BadRow(error.code, f"`{name}` is a text, which must be JSON: {error.message}") from None
 
 
-def _parsed(value: Any, name: str) -> Any:
+def _parse_if_text(value: Any, name: str) -> Any:
     """Return the value of a column that many datasets store as JSON in a text."""
     return parse_text(value, name) if isinstance(value, str) and value else value
 
@@ -214,12 +214,12 @@ def _check_key(key: str, role: str, place: str) -> None:
     needed = _ROLE_OF_KEY.get(key)
     if needed is not None and role != needed:
         raise BadRow("unknown_key", f"`{place}` has `{key}`, which only a message of the role {needed} may have")
-    if key not in _KEYS and (meant := _misspelled(key)) is not None:
+    if key not in _KEYS and (meant := _closest_key(key)) is not None:
         raise BadRow("unknown_key", f"`{place}` has `{key[:40]}`; did you mean `{meant}`?")
 
 
 @functools.lru_cache(maxsize=1024)
-def _misspelled(key: str) -> str | None:
+def _closest_key(key: str) -> str | None:
     return next(iter(difflib.get_close_matches(key[:40], _KEYS, 1, cutoff=0.75)), None)
 
 

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from app.api.errors import printable
+from app.api.errors import to_printable
 from app.contracts.errors import FieldError
 from app.datasets import formats
 from app.datasets.messages import BadRow, Row
 from app.datasets.token_counter import TokenCounter
-from app.infra.strict_json import BadJson, parse, parse_with_gaps
+from app.infra.strict_json import BadJson, parse_json, parse_with_gaps
 
 MOST_BAD_ROWS = 20
 MOST_ROWS = 100_000_000
@@ -67,60 +67,60 @@ class RowWriter:
         self._sources = {name: self._header_name(source, there) for name, source in self._sources.items()}
         if missing := [f"`{source[:40]}`" for source in self._sources.values() if source not in there]:
             known = ", ".join(f"`{name[:40]}`" for name in there[:20])
-            self.refuse("", "unknown_column", f"the file has no column {', '.join(missing)}; it has {known}")
+            self.record_error("", "unknown_column", f"the file has no column {', '.join(missing)}; it has {known}")
             raise TooManyBadRows
         if self.format is None:
             taken = set(self._sources.values())
             try:
-                self.format = formats.detect([*self._sources, *(name for name in there if name not in taken)])
+                self.format = formats.detect_format([*self._sources, *(name for name in there if name not in taken)])
             except BadRow as error:
-                self.refuse("", error.code, error.message)
+                self.record_error("", error.code, error.message)
                 raise TooManyBadRows from None
 
     @staticmethod
     def _header_name(source: str, there: list[str]) -> str:
         return source if source in there else source.strip()
 
-    def take(self, place: str, row: Any, raw: bytes | None = None) -> None:
+    def add_row(self, place: str, row: Any, raw: bytes | None = None) -> None:
         """Add a row; `raw` is its original line, which is written unchanged if the row does not change."""
         try:
-            kept = self._validated(row)
+            valid_row = self._validate_row(row)
         except BadRow as error:
-            self.refuse(place, error.code, error.message)
+            self.record_error(place, error.code, error.message)
             return
         self.count += 1
         if len(self.preview) < PREVIEW_ROWS:
-            self.preview.append(shortened(kept))
+            self.preview.append(shorten_row(valid_row))
         if self._tokens is not None:
             if self.format == "tokenized":
-                self._tokens.add_length(len(kept["input_ids"]))
-            for texts in formats.sequences_of(self.format or "", kept):
-                self._tokens.add(texts)
-        self._write(raw if raw is not None and kept is row else line_of(kept))
+                self._tokens.add_length(len(valid_row["input_ids"]))
+            for texts in formats.sequences_of(self.format or "", valid_row):
+                self._tokens.add_sequence(texts)
+        self._write(raw if raw is not None and valid_row is row else line_of(valid_row))
 
     def take_json(self, place: str, raw: bytes, *, is_line: bool = False) -> None:
         """Parse a row from JSON and add it; NaN and infinite numbers become null, which a needed column refuses."""
         try:
             row, has_gaps = parse_with_gaps(raw)
         except BadJson as error:
-            self.refuse(place, error.code, error.message)
+            self.record_error(place, error.code, error.message)
             return
-        self.take(place, row, raw if is_line and not has_gaps else None)
+        self.add_row(place, row, raw if is_line and not has_gaps else None)
 
-    def refuse(self, place: str, code: str, message: str) -> None:
+    def record_error(self, place: str, code: str, message: str) -> None:
         """Record an error; an empty `place` refers to the file as a whole."""
         place = f"{self.file} {place}" if self.file and place else place
-        self.errors.append(FieldError(field=printable(place, 200), code=code, message=printable(message, 300)))
+        self.errors.append(FieldError(field=to_printable(place, 200), code=code, message=to_printable(message, 300)))
         if len(self.errors) >= MOST_BAD_ROWS:
             raise TooManyBadRows
 
-    def finish(self) -> list[FieldError]:
+    def finish_rows(self) -> list[FieldError]:
         """Return all errors after the last row; empty if the rows are valid."""
         if not self.count and not self.errors:
-            self.refuse("", "empty_file", "the file has no rows; it needs at least one")
+            self.record_error("", "empty_file", "the file has no rows; it needs at least one")
         return self.errors
 
-    def _validated(self, row: Any) -> Row:
+    def _validate_row(self, row: Any) -> Row:
         if not isinstance(row, dict):
             raise BadRow(
                 "not_an_object",
@@ -130,29 +130,29 @@ class RowWriter:
         if self.count >= MOST_ROWS:
             raise BadRow("too_many_rows", f"a dataset may have at most {MOST_ROWS:,} rows")
         if self._sources:
-            row = self._renamed(row)
+            row = self._rename_columns(row)
         if self._is_table:
             row = {name: self._parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
         if self.format is None:
-            self.format = formats.detect(row)
+            self.format = formats.detect_format(row)
         if not self.count:
             self.layout = formats.layout_of(row) if self.format == "chat" else None
-        kept = formats.validate_row(self.format, row)
-        if not kept.keys() <= self.columns.keys():
-            self._add_columns(kept)
-        return kept
+        valid_row = formats.validate_row(self.format, row)
+        if not valid_row.keys() <= self.columns.keys():
+            self._add_columns(valid_row)
+        return valid_row
 
     def _parse_cell(self, name: str, value: Any) -> Any:
         if not isinstance(value, str) or not formats.is_json(name, self.format):
             return value
         try:
-            return parse(value.encode(errors="surrogatepass"))
+            return parse_json(value.encode(errors="surrogatepass"))
         except BadJson as error:
             raise BadRow(
                 error.code, f"`{name}` must contain JSON, such as a list of messages: {error.message}"
             ) from None
 
-    def _renamed(self, row: Row) -> Row:
+    def _rename_columns(self, row: Row) -> Row:
         moved = {name: row[source] for name, source in self._sources.items() if source in row}
         taken = set(self._sources.values())
         rest = {name: value for name, value in row.items() if name not in taken}
@@ -182,19 +182,21 @@ def line_of(row: Row) -> bytes:
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def shortened(row: Any) -> Any:
+def shorten_row(row: Any) -> Any:
     """Return a copy of `row` with long texts, lists and objects truncated, for the preview."""
     left = [100]
 
-    def short(value: Any) -> Any:
+    def shorten_value(value: Any) -> Any:
         left[0] -= 1
         if isinstance(value, str):
             return value if len(value) <= 300 else value[:299] + "…"
         if isinstance(value, list):
-            return [short(item) for item in value[:20] if left[0] > 0]
+            return [shorten_value(item) for item in value[:20] if left[0] > 0]
         if isinstance(value, dict):
-            return {key[:MOST_KEY_CHARACTERS]: short(item) for key, item in list(value.items())[:50] if left[0] > 0}
+            return {
+                key[:MOST_KEY_CHARACTERS]: shorten_value(item) for key, item in list(value.items())[:50] if left[0] > 0
+            }
         # An integer of thousands of digits is valid JSON but useless in a preview.
-        return value if not isinstance(value, int) or abs(value) < 10**18 else printable(str(value), 40)
+        return value if not isinstance(value, int) or abs(value) < 10**18 else to_printable(str(value), 40)
 
-    return short(row)
+    return shorten_value(row)

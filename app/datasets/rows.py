@@ -18,12 +18,12 @@ _MOST_BYTES = 256 * 1024
 _CUT = "… (cut)"
 
 
-def read(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> DatasetRows:
+def read_rows(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> DatasetRows:
     """Return at most `limit` rows after a cursor, fewer if they are large; long texts and lists are cut. Closes `file`.
 
     Raises 422 `invalid` for a cursor that is not from the same dataset, 409 for content that is not what was stored.
     """
-    line, position = _parsed(cursor)
+    line, position = _parse_cursor(cursor)
     rows: list[DatasetRow] = []
     size = 0
     with file as stream:
@@ -35,7 +35,7 @@ def read(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> Dataset
             raise _unknown_cursor()
         while len(rows) < limit and size < _MOST_BYTES and (raw := stream.readline()):
             line += 1
-            shown = _Cut().cut(_parsed_row(raw, line))
+            shown = _Cut().cut_value(_parsed_row(raw, line))
             size += len(json.dumps(shown))
             rows.append(DatasetRow(line=line, row=shown))
         end = stream.tell()
@@ -57,7 +57,7 @@ def _parsed_row(raw: bytes, line: int) -> dict[str, Any]:
     return row
 
 
-def _parsed(cursor: str | None) -> tuple[int, int]:
+def _parse_cursor(cursor: str | None) -> tuple[int, int]:
     if cursor is None:
         return 0, 0
     line, dot, position = cursor.partition(".")
@@ -77,17 +77,17 @@ class _Cut:
     def __init__(self) -> None:
         self._left = _MOST_OF_A_ROW
 
-    def cut(self, value: Any) -> Any:
+    def cut_value(self, value: Any) -> Any:
         if isinstance(value, str):
             text = value[: min(_MOST_TEXT, self._left)]
             self._left -= len(text)
             return value if len(text) == len(value) else text + _CUT
         if isinstance(value, list):
-            kept = [self.cut(one) for one in value[:_MOST_ITEMS] if self._left > 0]
-            return kept if len(kept) == len(value) else [*kept, _CUT]
+            items = [self.cut_value(one) for one in value[:_MOST_ITEMS] if self._left > 0]
+            return items if len(items) == len(value) else [*items, _CUT]
         if isinstance(value, dict):
-            found = {name: self.cut(one) for name, one in list(value.items())[:_MOST_ITEMS] if self._left > 0}
-            self._left -= sum(map(len, found))
-            return found if len(found) == len(value) else {**found, "…": _CUT}
+            members = {name: self.cut_value(one) for name, one in list(value.items())[:_MOST_ITEMS] if self._left > 0}
+            self._left -= sum(map(len, members))
+            return members if len(members) == len(value) else {**members, "…": _CUT}
         self._left -= 1
         return value

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.api.errors import ApiError, as_api_error, conflict, not_found
 from app.api.idempotency import Idempotency
-from app.api.pagination import Paging, fetch, found_by, matching
+from app.api.pagination import Paging, fetch_page, found_by, search_condition
 from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.async_tasks import skipping_errors
@@ -23,7 +23,7 @@ from app.infra.files.object_store import PIECE_BYTES, ObjectStore, StoredFile, S
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.datasets import Dataset, DatasetIdempotencyKey
-from app.tables.installation import Installation, register
+from app.tables.installation import Installation, register_installation
 from app.tables.runs import Run, RunEvalDataset
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _CreatedConcurrently(Exception):
     """Signal that a concurrent request with the same idempotency key was first."""
 
 
-async def store(
+async def store_dataset(
     sessions: async_sessionmaker[AsyncSession],
     storage: Storage,
     received: ImportedFile,
@@ -64,7 +64,7 @@ async def store(
     try:
         for _ in range(_CLAIM_ATTEMPTS):
             try:
-                return await _commit(sessions, id, received, created_by, idempotency, call)
+                return await _commit_dataset(sessions, id, received, created_by, idempotency, call)
             except _CreatedConcurrently:
                 if earlier := await _find_earlier(sessions, created_by, idempotency):
                     await remove_content(storage, id)
@@ -95,19 +95,19 @@ async def claim_storage(sessions: async_sessionmaker[AsyncSession], storage: Sto
     async with sessions() as session, session.begin():
         installation = await session.scalar(select(Installation.id))
         if installation is None:
-            await session.execute(register())
+            await session.execute(register_installation())
             installation = await session.scalar(select(Installation.id))
         newest = await session.scalar(select(Dataset.id).order_by(Dataset.id.desc()).limit(1))
 
-    def claim(store: ObjectStore, id: str) -> None:
+    def claim_store(store: ObjectStore, id: str) -> None:
         if newest is None:
             store.mark_root()
-        store.claim(id, lambda: newest is None or bool(store.list(f"datasets/{newest}")))
+        store.claim_for(id, lambda: newest is None or bool(store.list(f"datasets/{newest}")))
 
-    await storage.in_thread(claim, objects, str(installation))
+    await storage.in_thread(claim_store, objects, str(installation))
 
 
-async def _commit(
+async def _commit_dataset(
     sessions: async_sessionmaker[AsyncSession],
     id: str,
     received: ImportedFile,
@@ -133,16 +133,18 @@ async def _commit(
         session.add(dataset)
         await session.flush()
         if idempotency is not None:
-            await _claim(session, id, created_by, idempotency)
+            await _claim_idempotency_key(session, id, created_by, idempotency)
         await session.refresh(dataset)
         if call is not None:
-            call.write(session, 201, id)
+            call.write_entry(session, 201, id)
     if call is not None:
         call.is_written = True
     return dataset
 
 
-async def _claim(session: AsyncSession, dataset_id: str, created_by: str, idempotency: Idempotency) -> None:
+async def _claim_idempotency_key(
+    session: AsyncSession, dataset_id: str, created_by: str, idempotency: Idempotency
+) -> None:
     """Store the idempotency key of the dataset; waits for a concurrent request with the same key."""
     row = {"created_by": created_by, "idempotency_key": idempotency.key, "request_digest": idempotency.digest}
     statement = insert(DatasetIdempotencyKey).values(**row, dataset_id=dataset_id).on_conflict_do_nothing()
@@ -170,7 +172,7 @@ async def _find_earlier(
         return await session.get(Dataset, key.dataset_id)
 
 
-async def get(session: AsyncSession, dataset_id: str) -> Dataset:
+async def get_dataset(session: AsyncSession, dataset_id: str) -> Dataset:
     """Return the dataset; raises `dataset_not_found` if it does not exist."""
     dataset = await session.get(Dataset, dataset_id)
     if dataset is None:
@@ -188,7 +190,7 @@ class Filters:
     file_sha256: str | None = None
 
 
-async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Dataset], bool]:
+async def list_datasets(session: AsyncSession, filters: Filters, paging: Paging) -> tuple[list[Dataset], bool]:
     """Return one page of datasets, newest first, and True if there are more."""
     query = select(Dataset)
     if filters.format is not None:
@@ -196,13 +198,13 @@ async def page(session: AsyncSession, filters: Filters, paging: Paging) -> tuple
     if filters.find is not None:
         query = query.where(found_by(filters.find, "ds", Dataset.id, Dataset.name))
     if filters.search is not None:
-        query = query.where(matching(filters.search, "ds", Dataset.id, Dataset.name))
+        query = query.where(search_condition(filters.search, "ds", Dataset.id, Dataset.name))
     if filters.file_sha256 is not None:
         query = query.where(Dataset.source["sha256"].astext == filters.file_sha256)
-    return await fetch(session, query, Dataset.id, paging)
+    return await fetch_page(session, query, Dataset.id, paging)
 
 
-async def delete(session: AsyncSession, dataset_id: str) -> None:
+async def delete_dataset(session: AsyncSession, dataset_id: str) -> None:
     """Delete the row; raises a 409 error while a run refers to it.
 
     The caller removes the file after the commit; if that fails, the sweep finds it.
@@ -231,7 +233,7 @@ async def remove_content(storage: Storage, dataset_id: str) -> None:
         await storage.in_transfer(storage.remove_dataset, dataset_id)
 
 
-def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
+def open_content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
     """Open the file of a dataset; raises 404 if it is missing from the storage, 409 if that has another one."""
     try:
         file = storage.open_dataset(dataset.id, dataset.extension)
@@ -243,11 +245,11 @@ def content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
         ) from None
     if isinstance(file, StoredFile) and file.size != dataset.bytes:
         file.close()
-        raise _corrupt(dataset)
+        raise _corrupt_error(dataset)
     return file
 
 
-def _corrupt(dataset: Dataset) -> ApiError:
+def _corrupt_error(dataset: Dataset) -> ApiError:
     return conflict(
         "content_corrupt",
         f"The file of dataset {dataset.id} in the storage is not what was stored; upload it again, or restore the "
@@ -262,7 +264,7 @@ def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
         ApiError: 404 if the file is missing, 409 if it is not what was stored.
         OSError: It does not fit on the disk.
     """
-    with content(storage, dataset) as file:
+    with open_content(storage, dataset) as file:
         if not isinstance(file, StoredFile):
             return storage.dataset_file(dataset.id, dataset.extension)
         copy = folder / f"{dataset.id}.{dataset.extension}"
@@ -272,7 +274,7 @@ def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
                 digest.update(piece)
                 taken += target.write(piece)
     if digest.hexdigest() != dataset.sha256:
-        raise _corrupt(dataset)
+        raise _corrupt_error(dataset)
     return copy
 
 
@@ -282,7 +284,7 @@ def file_name(dataset: Dataset) -> str:
     return f"{stem}.{dataset.extension}"
 
 
-async def sweep(
+async def sweep_orphans(
     sessions: async_sessionmaker[AsyncSession], storage: Storage, older_than_seconds: float = _ORPHAN_SECONDS
 ) -> int:
     """Remove the files of uploads that never became a dataset; return the number of removed folders.
@@ -315,11 +317,11 @@ async def sweep(
 def sweep_in_background(sessions: async_sessionmaker[AsyncSession], storage: Storage) -> asyncio.Task[None]:
     """Start a task that sweeps now and every hour, until cancelled; after an error, it tries again sooner."""
 
-    async def loop() -> None:
+    async def sweep_periodically() -> None:
         while True:
             pause = _SWEEP_INTERVAL_SECONDS
             try:
-                removed = await sweep(sessions, storage)
+                removed = await sweep_orphans(sessions, storage)
                 if removed:
                     log.info("removed the leftovers of %d unfinished uploads", removed)
             except Exception as error:
@@ -330,4 +332,4 @@ def sweep_in_background(sessions: async_sessionmaker[AsyncSession], storage: Sto
                     pause = _SWEEP_AGAIN_SECONDS
             await asyncio.sleep(pause)
 
-    return asyncio.create_task(loop(), name="sweep")
+    return asyncio.create_task(sweep_periodically(), name="sweep")

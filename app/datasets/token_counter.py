@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app.api.errors import ApiError, invalid, printable
+from app.api.errors import ApiError, invalid, to_printable
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.infra.process.sandbox import ChildFailed, SandboxProcess
@@ -53,26 +53,26 @@ class TokenCounter:
         self._rows = 0
         self._characters = 0
 
-    def add(self, texts: Iterable[str]) -> None:
+    def add_sequence(self, texts: Iterable[str]) -> None:
         """Add one sequence, given as the texts that a model would read."""
         for text in texts:
-            for piece in _pieces(text):
+            for piece in _split_text(text):
                 if self._characters >= _BATCH_CHARACTERS:
-                    self._count(goes_on=True)
+                    self._send_batch(goes_on=True)
                 self._texts.append((self._rows, piece))
                 self._characters += len(piece)
         self._rows += 1
         if self._characters >= _BATCH_CHARACTERS or self._rows >= 4096:
-            self._count()
+            self._send_batch()
 
     def add_length(self, tokens: int) -> None:
         """Add one sequence that is given as token ids."""
         self._length_counts[tokens] += 1
 
-    def statistics(self, rows: int) -> dict[str, Any]:
+    def compute_statistics(self, rows: int) -> dict[str, Any]:
         """Return the token statistics after all sequences, of `rows` rows in total, were added."""
-        self._count()
-        self._collect()
+        self._send_batch()
+        self._collect_counts()
         lengths = sorted(self._length_counts.items())
         sequences = sum(count for _, count in lengths)
         total = sum(length * count for length, count in lengths)
@@ -83,8 +83,8 @@ class TokenCounter:
             "total": total,
             "mean": round(total / sequences, 2),
             "min": lengths[0][0],
-            "p50": _percentile(lengths, sequences, 0.5),
-            "p95": _percentile(lengths, sequences, 0.95),
+            "p50": _length_percentile(lengths, sequences, 0.5),
+            "p95": _length_percentile(lengths, sequences, 0.95),
             "max": lengths[-1][0],
         }
 
@@ -92,9 +92,9 @@ class TokenCounter:
         """Stop the process."""
         self._child.close()
 
-    def _count(self, goes_on: bool = False) -> None:
+    def _send_batch(self, goes_on: bool = False) -> None:
         """Send the pending texts to the process; `goes_on`: the last row is not complete yet."""
-        self._collect()
+        self._collect_counts()
         try:
             self._child.send(json.dumps([text for _, text in self._texts]).encode() + b"\n")
         except ChildFailed as error:
@@ -103,7 +103,7 @@ class TokenCounter:
         self._texts.clear()
         self._rows = self._characters = 0
 
-    def _collect(self) -> None:
+    def _collect_counts(self) -> None:
         """Add the process's counts for the last batch."""
         if self._sent is None:
             return
@@ -130,11 +130,11 @@ class TokenCounter:
         return bytes(self._answer)
 
     def _tokenizer_error(self, error: ChildFailed) -> ApiError:
-        message = printable(f"the tokenizer of {self._name!r} cannot be used: {error}", 450)
+        message = to_printable(f"the tokenizer of {self._name!r} cannot be used: {error}", 450)
         return invalid([FieldError(field="tokenizer", code="bad_tokenizer", message=message)], code="bad_tokenizer")
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_text(text: str) -> Iterator[str]:
     """Split a long text at word boundaries, because a tokenizer needs many times the size of its input."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
@@ -146,7 +146,7 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _percentile(lengths: list[tuple[int, int]], sequences: int, part: float) -> int:
+def _length_percentile(lengths: list[tuple[int, int]], sequences: int, part: float) -> int:
     """Return the length that the fraction `part` of the sequences does not exceed."""
     passed = 0
     for length, count in lengths:

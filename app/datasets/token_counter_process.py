@@ -16,8 +16,8 @@ MOST_MEMORY = 3 * 1024**3 // 2
 """Memory limit in bytes; loading a vocabulary of half a million tokens, larger than most, takes about 550 MB."""
 
 
-def _count(path: str, most_bytes: int) -> None:
-    tokenizer = _load(path, most_bytes)
+def _count_batches(path: str, most_bytes: int) -> None:
+    tokenizer = _load_tokenizer(path, most_bytes)
     out = sys.stdout.buffer
     out.write(b"\n")
     out.flush()
@@ -27,7 +27,7 @@ def _count(path: str, most_bytes: int) -> None:
         out.flush()
 
 
-def _load(path: str, most_bytes: int) -> Any:
+def _load_tokenizer(path: str, most_bytes: int) -> Any:
     from tokenizers import Tokenizer
 
     if Path(path).stat().st_size > most_bytes:
@@ -43,4 +43,4 @@ def _load(path: str, most_bytes: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(run_confined(lambda: _count(sys.argv[1], int(sys.argv[2])), MOST_MEMORY))
+    sys.exit(run_confined(lambda: _count_batches(sys.argv[1], int(sys.argv[2])), MOST_MEMORY))

@@ -9,7 +9,7 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from app.api.errors import ApiError, invalid, printable
+from app.api.errors import ApiError, invalid, to_printable
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.datasets.formats import FORMATS
@@ -17,7 +17,7 @@ from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, 
 from app.datasets.readers.file_type import KINDS, FileType
 from app.datasets.row_writer import MOST_KEY_CHARACTERS
 from app.datasets.token_counter import TokenCounter
-from app.infra.strict_json import BadJson, parse
+from app.infra.strict_json import BadJson, parse_json
 
 _BATCH = 1024 * 1024
 _MAX_FIELD_BYTES = {"columns": 16 * 1024}
@@ -33,7 +33,7 @@ LoadTokenizer = Callable[[str], Awaitable[TokenCounter]]
 """Function that loads a tokenizer by model name; raises `ApiError` if there is none."""
 
 
-async def receive(
+async def receive_upload(
     content_type: str,
     chunks: AsyncIterable[bytes],
     folder: Path,
@@ -47,11 +47,11 @@ async def receive(
     """
     upload = _Upload(content_type, folder, settings)
 
-    async def feed(batch: bytes) -> None:
-        wanted = await in_thread(upload.feed, batch)
-        if wanted is not None:
+    async def feed_batch(batch: bytes) -> None:
+        tokenizer_name = await in_thread(upload.feed, batch)
+        if tokenizer_name is not None:
             # Awaited here and not in the thread, because it uses threads of the same pool itself.
-            upload.tokens = await load_tokenizer(wanted)
+            upload.tokens = await load_tokenizer(tokenizer_name)
             await in_thread(upload.go_on)
 
     try:
@@ -59,13 +59,13 @@ async def receive(
         async for chunk in chunks:
             batch += chunk
             if len(batch) >= _BATCH:
-                await feed(bytes(batch))
+                await feed_batch(bytes(batch))
                 batch.clear()
-        await feed(bytes(batch))
-        await in_thread(upload.end)
-        while await run_with_slot(upload.more):
+        await feed_batch(bytes(batch))
+        await in_thread(upload.end_body)
+        while await run_with_slot(upload.read_more):
             pass
-        return await in_thread(upload.finish)
+        return await in_thread(upload.finish_file)
     finally:
         upload.close()
 
@@ -97,7 +97,7 @@ class _Upload:
                 },
             )
         except FormParserError as error:
-            raise _broken(str(error)) from None
+            raise _broken_body(str(error)) from None
         self._folder = folder
         self._settings = settings
         self._receiving: DatasetImporter | None = None
@@ -121,7 +121,7 @@ class _Upload:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise _broken(str(error)) from None
+            raise _broken_body(str(error)) from None
         return self._wanted_tokenizer
 
     def go_on(self) -> None:
@@ -129,9 +129,9 @@ class _Upload:
         self._wanted_tokenizer = None
         deferred, self._deferred = self._deferred, []
         for step in deferred:
-            self._run(step)
+            self._run_step(step)
 
-    def _run(self, step: Callable[[], None]) -> None:
+    def _run_step(self, step: Callable[[], None]) -> None:
         """Run a step, unless the file is invalid. A field behind the file may be the cause, which is reported then."""
         if self._refusal is None:
             try:
@@ -146,22 +146,22 @@ class _Upload:
     def _run_or_defer(self, step: Callable[[], None]) -> None:
         """Run a step that processes the file, or queue it while a requested tokenizer is being loaded."""
         if self._wanted_tokenizer is None:
-            self._run(step)
+            self._run_step(step)
         else:
             self._deferred.append(step)
 
-    def end(self) -> None:
+    def end_body(self) -> None:
         if self._refusal is not None:
             raise self._refusal
         if not self._ended:
-            raise _broken("it ends before its final boundary")
+            raise _broken_body("it ends before its final boundary")
 
-    def more(self) -> bool:
-        return self._file.more()
+    def read_more(self) -> bool:
+        return self._file.read_more()
 
-    def finish(self) -> ImportedFile:
+    def finish_file(self) -> ImportedFile:
         self._check_format()
-        return self._file.finish(self._name(), self._digest(self._file.sha256_as_it_came))
+        return self._file.finish_dataset(self._dataset_name(), self._request_digest(self._file.sha256_as_it_came))
 
     def close(self) -> None:
         if self._receiving is not None:
@@ -173,7 +173,7 @@ class _Upload:
         self._headers = {}
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise _broken(f"it has more than {_MAX_PARTS} parts")
+            raise _broken_body(f"it has more than {_MAX_PARTS} parts")
 
     def _on_header_field(self, data: bytes, start: int, end: int) -> None:
         self._header_name += data[start:end]
@@ -190,16 +190,18 @@ class _Upload:
         self._part = options.get(b"name", b"").decode(errors="replace")
         if self._part != "file" and self._part not in _FIELDS:
             names = ", ".join(f"`{name}`" for name in _FIELDS)
-            raise _wrong(printable(self._part, 60), "unknown_field", f"the supported parts are `file`, {names}")
+            raise _field_error(
+                to_printable(self._part, 60), "unknown_field", f"the supported parts are `file`, {names}"
+            )
         if self._part in self._fields or (self._part == "file" and self._file_name is not None):
-            raise _wrong(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
+            raise _field_error(self._part, "given_twice", f"there are two parts `{self._part}`; send one")
         if self._part == "file":
             self._file_name = options.get(b"filename", b"").decode(errors="replace")
             self._run_or_defer(self._begin_file)
             return
         if self._part in _BEFORE_THE_FILE and self._file_name is not None:
             message = f"must come before the part `file`: curl -F {self._part}=… -F file=@…; the file is read with it"
-            raise _wrong(self._part, "after_file", message)
+            raise _field_error(self._part, "after_file", message)
         self._fields[self._part] = bytearray()
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
@@ -214,13 +216,13 @@ class _Upload:
         field += piece
         most = _MAX_FIELD_BYTES.get(self._part, _DEFAULT_FIELD_BYTES)
         if len(field) > most:
-            raise _wrong(self._part, "too_long", f"may have at most {most:,} bytes")
+            raise _field_error(self._part, "too_long", f"may have at most {most:,} bytes")
 
     def _on_part_end(self) -> None:
         if self._part == "file":
-            self._run_or_defer(lambda: self._file.end())
+            self._run_or_defer(lambda: self._file.end_file())
         elif self._part == "tokenizer":
-            self._wanted_tokenizer = self._field("tokenizer") or ""
+            self._wanted_tokenizer = self._text_field("tokenizer") or ""
         elif self._part == "format":
             self._run_or_defer(self._expect_format)
 
@@ -230,68 +232,68 @@ class _Upload:
     @property
     def _file(self) -> DatasetImporter:
         if self._receiving is None:
-            raise _wrong(
+            raise _field_error(
                 "file", "missing", "the part `file` is missing; send it, for example with curl -F file=@data.jsonl"
             )
         return self._receiving
 
     def _begin_file(self) -> None:
-        self._receiving = DatasetImporter(self._folder, self._settings, self._reading())
-        self._receiving.begin(self._file_name or "")
+        self._receiving = DatasetImporter(self._folder, self._settings, self._import_options())
+        self._receiving.begin_file(self._file_name or "")
 
     def _expect_format(self) -> None:
         self._check_format()
         if self._receiving is not None:
-            self._receiving.expect(self._field("format") or "")
+            self._receiving.set_format(self._text_field("format") or "")
 
-    def _reading(self) -> ImportOptions:
-        wanted = self._field("file_format")
-        kind: FileType | None = next((kind for kind in KINDS if kind == wanted), None)
-        if wanted is not None and kind is None:
-            raise _wrong("file_format", "unknown_file_format", f"must be one of {', '.join(KINDS)}")
-        return ImportOptions(self._field("format"), kind, self._columns(), self.tokens)
+    def _import_options(self) -> ImportOptions:
+        requested = self._text_field("file_format")
+        kind: FileType | None = next((kind for kind in KINDS if kind == requested), None)
+        if requested is not None and kind is None:
+            raise _field_error("file_format", "unknown_file_format", f"must be one of {', '.join(KINDS)}")
+        return ImportOptions(self._text_field("format"), kind, self._column_sources(), self.tokens)
 
-    def _columns(self) -> dict[str, str] | None:
+    def _column_sources(self) -> dict[str, str] | None:
         raw = self._fields.get("columns")
         if raw is None:
             return None
         try:
-            return validate_column_mapping(parse(bytes(raw)))
+            return validate_column_mapping(parse_json(bytes(raw)))
         except BadJson as error:
-            raise _wrong("columns", error.code, error.message) from None
+            raise _field_error("columns", error.code, error.message) from None
 
     def _check_format(self) -> None:
-        wanted = self._field("format")
-        found = self._receiving.format if self._receiving else None
-        if wanted is None:
+        requested = self._text_field("format")
+        detected = self._receiving.format if self._receiving else None
+        if requested is None:
             return
-        if wanted not in FORMATS:
-            raise _wrong("format", "unknown_format", f"must be one of {', '.join(FORMATS)}")
-        if found is not None and found != wanted:
-            raise _wrong("format", "format_mismatch", f"the rows have the format {found}, not {wanted}")
+        if requested not in FORMATS:
+            raise _field_error("format", "unknown_format", f"must be one of {', '.join(FORMATS)}")
+        if detected is not None and detected != requested:
+            raise _field_error("format", "format_mismatch", f"the rows have the format {detected}, not {requested}")
 
-    def _digest(self, file: str) -> str:
+    def _request_digest(self, file: str) -> str:
         """Return a digest of the file and the fields; not of the raw body, whose boundary differs each time."""
         fields = {name: value.hex() for name, value in self._fields.items()}
-        request = json.dumps([file, self._name(), fields], sort_keys=True)
+        request = json.dumps([file, self._dataset_name(), fields], sort_keys=True)
         return hashlib.sha256(request.encode()).hexdigest()
 
-    def _name(self) -> str:
-        given = self._field("name")
-        name = given if given is not None else Path((self._file_name or "").replace("\\", "/")).name
-        name = printable(name.strip(), 200)
-        if given is not None and not name:
-            raise _wrong("name", "empty", "must not be empty; leave it out to use the name of the file")
+    def _dataset_name(self) -> str:
+        sent_name = self._text_field("name")
+        name = sent_name if sent_name is not None else Path((self._file_name or "").replace("\\", "/")).name
+        name = to_printable(name.strip(), 200)
+        if sent_name is not None and not name:
+            raise _field_error("name", "empty", "must not be empty; leave it out to use the name of the file")
         return name or "data"
 
-    def _field(self, name: str) -> str | None:
+    def _text_field(self, name: str) -> str | None:
         raw = self._fields.get(name)
         if raw is None:
             return None
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            raise _wrong(name, "not_utf8", "must be UTF-8") from None
+            raise _field_error(name, "not_utf8", "must be UTF-8") from None
 
 
 def validate_column_mapping(value: Any) -> dict[str, str]:
@@ -301,15 +303,17 @@ def validate_column_mapping(value: Any) -> dict[str, str]:
         example = (
             'must map Anneal\'s column names to the file\'s, such as {"prompt": "question", "completion": "answer"}'
         )
-        raise _wrong("columns", "wrong_type", example)
+        raise _field_error("columns", "wrong_type", example)
     if any(len(name) > MOST_KEY_CHARACTERS for pair in value.items() for name in pair):
-        raise _wrong("columns", "key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
+        raise _field_error(
+            "columns", "key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters"
+        )
     return dict(value)
 
 
-def _wrong(field: str, code: str, message: str) -> ApiError:
+def _field_error(field: str, code: str, message: str) -> ApiError:
     return invalid([FieldError(field=field, code=code, message=message)])
 
 
-def _broken(why: str) -> ApiError:
-    return _wrong("", "broken_multipart", f"the multipart body cannot be read ({printable(why, 200)})")
+def _broken_body(why: str) -> ApiError:
+    return _field_error("", "broken_multipart", f"the multipart body cannot be read ({to_printable(why, 200)})")

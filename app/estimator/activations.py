@@ -7,7 +7,7 @@ from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch, Forward, Loaded
-from app.estimator.parameters import Trained, Weight, module_name, trained
+from app.estimator.parameters import Trained, Weight, module_name, trainable_part
 from app.estimator.tape import BackwardPass, Device, Layer, Operation, Tape, Value
 
 Checkpointing = Literal["off", "selective", "full"]
@@ -40,7 +40,7 @@ class Precision:
     """True if liger-kernel computes norms, rotary embeddings and gated layers of the families that it has."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, device: Device, *, has_liger: bool = False) -> "Precision":
+    def for_device(cls, config: TrainingConfig, device: Device, *, has_liger: bool = False) -> "Precision":
         """Return the precision that a worker uses on that kind of device for an effective configuration.
 
         `has_liger`: liger-kernel is installed there. It is used on a GPU only, and not in compiled layers.
@@ -60,7 +60,7 @@ class Precision:
 class Activations:
     """Bytes kept after the forward pass, recomputed in the backward pass, and used by the head; operation counts."""
 
-    kept: int
+    kept_bytes: int
     again: int
     mask: int
     """Bytes of the attention mask: allocated during the forward pass, kept by no operation."""
@@ -78,7 +78,7 @@ class Activations:
     """Highest bytes within the step: kept tensors, temporaries, and gradients, of weights only those that are new."""
 
 
-def activations(
+def compute_activations(
     model: Architecture,
     config: TrainingConfig,
     precision: Precision,
@@ -95,56 +95,59 @@ def activations(
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
-    found = trained(model, config)
-    loaded = _Loaded(model, config, precision, found)
+    trainable = trainable_part(model, config)
+    loaded = _Loaded(model, config, precision, trainable)
     tape = Tape(precision.device, precision.autocast)
     has_liger = precision.has_liger and is_in_liger(model, config)
-    forward = Forward(model, batch, attention, loaded.described(), tape, has_liger=has_liger)
+    forward = Forward(model, batch, attention, loaded.as_loaded(), tape, has_liger=has_liger)
     recomputed = recomputed_layers(checkpointing, model.layers)
-    value = _embedded(model, loaded, batch, tape, recomputes=recomputed > 0)
+    value = _embed_tokens(model, loaded, batch, tape, recomputes=recomputed > 0)
     again = repeated = 0
     walks: dict[tuple[Any, ...], _Walk] = {}
     layers: list[tuple[int, _Walk]] = []
     for at in range(model.layers):
         is_repeated = at < recomputed  # a worker recomputes the layers next to the input
         if is_repeated:
-            tape.save(value)
+            tape.save_value(value)
         # Most layers equal an earlier one; the key contains everything that the result depends on.
         shape, has_saved = replace(value, storage=0), value.storage in tape.saved
         key = model.experts_of(at), model.has_window(at), shape, has_saved, forward.has_turned, is_repeated
         walk, before = walks.get(key), tape.total
         if walk is None:
-            walk = walks[key] = _walk(forward, at, value, keeps=not is_repeated)
+            walk = walks[key] = _walk_layer(forward, at, value, keeps=not is_repeated)
             value = walk.result
         else:
             tape.forward_operations += walk.forward
             tape.backward_operations += walk.backward
             if not is_repeated:
-                tape.save(Value(walk.kept, 1, False))
-            value = walk.result.copied()
+                tape.save_value(Value(walk.kept_bytes, 1, False))
+            value = walk.result.new_like()
         layers.append((before, walk))
         if is_repeated:
-            again = max(again, walk.kept)
+            again = max(again, walk.kept_bytes)
             repeated += walk.forward
-    kept, first, saved = tape.total, len(tape.operations), set(tape.saved)
-    backbone = forward.norm(_last_norm(model), value)
-    kept_by_norm = tape.total - kept
-    loss, head, highest, workspace = _head(model, config, loaded, batch, backbone, tape)
+    kept_bytes, first, saved = tape.total, len(tape.operations), set(tape.saved)
+    backbone = forward.apply_norm(_last_norm(model), value)
+    kept_by_norm = tape.total - kept_bytes
+    loss, head, highest, workspace = _apply_head(model, config, loaded, batch, backbone, tape)
     head_saved = {storage: size for storage, size in tape.saved.items() if storage not in saved}
     has_mask, windowed = batch.masked or attention == "eager", len(model.windowed_layers)
     highest += kept_by_norm
     masks = (windowed > 0 and (has_mask or batch.length >= model.window)) + (has_mask and windowed < model.layers)
     return Activations(
-        kept=kept,
+        kept_bytes=kept_bytes,
         again=again,
         mask=masks * batch.pairs * {"eager": precision.base, "sdpa": 1}.get(attention, 0),
-        head=tape.total - kept + head,
+        head=tape.total - kept_bytes + head,
         forward=tape.forward_operations,
         operations=tape.forward_operations + tape.backward_operations,
         operations_again=repeated,
         head_workspace=workspace,
-        peak=_peak(
-            [*layers, (kept, _Walk(loss, tape.total - kept + head, tape.operations[first:], head_saved, highest))],
+        peak=_peak_bytes(
+            [
+                *layers,
+                (kept_bytes, _Walk(loss, tape.total - kept_bytes + head, tape.operations[first:], head_saved, highest)),
+            ],
             config, model, loaded, shards,
         ),
     )  # fmt: skip
@@ -164,7 +167,7 @@ def is_in_liger(model: Architecture, config: TrainingConfig) -> bool:
     return is_known and model.family in LIGER_FAMILIES
 
 
-def _peak(
+def _peak_bytes(
     parts: list[tuple[int, "_Walk"]], config: TrainingConfig, model: Architecture, loaded: "_Loaded", shards: int
 ) -> int:
     """Return the highest bytes within the step; `parts` are layers and head, with the bytes kept before each."""
@@ -180,13 +183,15 @@ def _peak(
                 walk.operations, walk.saved, walk.result, keeps_gradients=keeps_gradients and shards == 1
             )
         # A layer that keeps nothing runs again while the gradient of its result waits.
-        again = walk.highest + walk.result.kept
-        peak = max(peak, before + gradients + max(again, walk.kept + passes[id(walk)].peak))
+        again = walk.highest + walk.result.kept_bytes
+        peak = max(peak, before + gradients + max(again, walk.kept_bytes + passes[id(walk)].peak))
         if keeps_gradients:
             gradients += sum(operation.weights for operation in walk.operations) // shards
-    if loaded.trains(_embeddings(model)) and shards == 1:
+    if loaded.is_trained(_embedding_weight(model)) and shards == 1:
         # The gradient of a matrix that the head shares is added to that of the head.
-        peak = max(peak, gradients + model.vocabulary * model.hidden * loaded.layer(_embeddings(model)).bytes)
+        peak = max(
+            peak, gradients + model.vocabulary * model.hidden * loaded.loaded_layer(_embedding_weight(model)).bytes
+        )
     return peak
 
 
@@ -195,7 +200,7 @@ class _Walk:
     """Result of the forward pass through one layer or the head."""
 
     result: Value
-    kept: int
+    kept_bytes: int
     """Newly kept bytes."""
     operations: list[Operation]
     saved: dict[int, int]
@@ -208,13 +213,13 @@ class _Walk:
     backward: int = 0
 
 
-def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
+def _walk_layer(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
     """Run one layer; unless `keeps` is set, remove the layer's kept tensors from the tape again."""
     tape = forward.tape
     before, first, cached = dict(tape.saved), len(tape.operations), tape.cached
     done, to_do = tape.forward_operations, tape.backward_operations
     tape.highest = there = tape.total
-    result = forward.layer(at, value)
+    result = forward.apply_layer(at, value)
     saved = {storage: size for storage, size in tape.saved.items() if storage not in before}
     if not keeps:
         tape.saved = before
@@ -228,28 +233,28 @@ def _walk(forward: Forward, at: int, value: Value, *, keeps: bool) -> _Walk:
 class _Loaded:
     """Properties of each weight, by name."""
 
-    def __init__(self, model: Architecture, config: TrainingConfig, precision: Precision, found: Trained) -> None:
+    def __init__(self, model: Architecture, config: TrainingConfig, precision: Precision, trainable: Trained) -> None:
         self._config, self._precision = config, precision
         self._full = config.lora_r is None
-        self._whole, self._adapted = found.whole_modules, found.adapted_modules
-        self._rank, self._dora = found.rank, found.dora
+        self._whole, self._adapted = trainable.whole_modules, trainable.adapted_modules
+        self._rank, self._dora = trainable.rank, trainable.dora
         # The linear layers of GPT-2 are of a class of their own until they are quantized.
         self._fuses = model.family != "gpt2" or config.load_in_4bit or config.load_in_8bit
 
-    def described(self) -> Loaded:
+    def as_loaded(self) -> Loaded:
         return Loaded(
-            layer=self.layer,
-            norm_trains=self.trains,
+            layer=self.loaded_layer,
+            norm_trains=self.is_trained,
             norm_bytes=self._precision.base,
             hidden_bytes=self._precision.base,
         )
 
-    def trains(self, weight: Weight) -> bool:
+    def is_trained(self, weight: Weight) -> bool:
         return self._full or module_name(weight.name) in self._whole
 
-    def layer(self, weight: Weight) -> Layer:
+    def loaded_layer(self, weight: Weight) -> Layer:
         config, precision, short = self._config, self._precision, module_name(weight.name)
-        trains = self.trains(weight)
+        trains = self.is_trained(weight)
         is_quantized = weight.kind == "linear" and not trains and short not in ("lm_head", "score")
         return Layer(
             rows=weight.rows,
@@ -266,17 +271,17 @@ class _Loaded:
         )
 
 
-def _embedded(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, *, recomputes: bool) -> Value:
-    trains = loaded.trains(_embeddings(model))
+def _embed_tokens(model: Architecture, loaded: _Loaded, batch: Batch, tape: Tape, *, recomputes: bool) -> Value:
+    trains = loaded.is_trained(_embedding_weight(model))
     if trains:
-        tape.save(Value(batch.tokens, 8, False))
+        tape.save_value(Value(batch.tokens, 8, False))
     # A recomputed layer needs an input that requires a gradient, so the embedding output gets one.
     grad = trains or recomputes
-    value = Value(batch.tokens * model.hidden, loaded.described().hidden_bytes, grad)
+    value = Value(batch.tokens * model.hidden, loaded.as_loaded().hidden_bytes, grad)
     return tape.dropout(value) if model.family == "gpt2" and model.residual_dropout else value
 
 
-def _embeddings(model: Architecture) -> Weight:
+def _embedding_weight(model: Architecture) -> Weight:
     name = "transformer.wte" if model.family == "gpt2" else "model.embed_tokens"
     return Weight(name, "embedding", model.vocabulary, model.hidden)
 
@@ -286,7 +291,7 @@ def _last_norm(model: Architecture) -> Weight:
     return Weight("model.norm", "norm", vectors * model.hidden, tensors=vectors)
 
 
-def _head(
+def _apply_head(
     model: Architecture, config: TrainingConfig, loaded: _Loaded, batch: Batch, value: Value, tape: Tape
 ) -> tuple[Value, int, int, int]:
     """Return the loss of each token, the bytes kept beside the tape, and those alive in either pass.
@@ -294,25 +299,25 @@ def _head(
     In the forward pass these are its input too, which the model's output refers to, and the part that has targets.
     """
     if METHODS[config.method].has_reward_head:
-        return tape.linear(value, loaded.layer(Weight("score", "linear", 1, model.hidden))), 0, 0, 0
+        return tape.linear(value, loaded.loaded_layer(Weight("score", "linear", 1, model.hidden))), 0, 0, 0
     taught = batch.sequences * (batch.length - 1) if batch.sequence_parallel == 1 else batch.tokens
-    head = loaded.layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
+    head = loaded.loaded_layer(Weight("lm_head", "linear", model.vocabulary, model.hidden))
     operations = 2 * batch.tokens * model.hidden * model.vocabulary
     trains = head.trains or (model.tied and config.lora_r is None)
-    tape.multiplied(operations, trains, value.grad)
-    alive = value.kept
+    tape.count_product(operations, trains, value.grad)
+    alive = value.kept_bytes
     # The last position of each sequence has no target; slicing it off makes a copy.
     if batch.sequence_parallel == 1 and (batch.sequences > 1 or tape.device == "cuda"):
-        value = tape.made(value.elements, value.bytes, value)
-        value = tape.made(taught * model.hidden, value.bytes, value)
-        alive += value.kept
+        value = tape.new_value(value.elements, value.bytes, value)
+        value = tape.new_value(taught * model.hidden, value.bytes, value)
+        alive += value.kept_bytes
     size, states = 2 if tape.autocast else value.bytes, taught * model.hidden
     words = min(HEAD_WORDS, model.vocabulary)
     cast = words * model.hidden * size if head.bytes != size else 0
     if trains:
         tile = min(taught, HEAD_TOKENS) * words * size
         gradient = model.vocabulary * model.hidden * head.bytes
-        tape.save(value)
+        tape.save_value(value)
         sums = states * 4
     else:
         # The derivative of each token's log-probability is computed with it; a tile has the whole vocabulary.
@@ -320,9 +325,9 @@ def _head(
         tile = min(taught, rows // HEAD_ROWS * HEAD_ROWS or rows) * model.vocabulary * size
         cast *= -(-model.vocabulary // words)
         gradient, sums = 0, states * 4
-        tape.save(Value(states, size, True))
+        tape.save_value(Value(states, size, True))
         alive += states * size
     small = taught * (8 + 4 + 4 + 1)  # targets, normalizers, entropies, a mask
     backward = sums + (tile + cast if trains else 0)
-    loss = tape.made(taught, 4, value, grad=trains, workspace=backward, weights=gradient)
+    loss = tape.new_value(taught, 4, value, grad=trains, workspace=backward, weights=gradient)
     return loss, small, alive + tile + cast, max(tile + cast, backward + gradient)

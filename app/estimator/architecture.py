@@ -130,7 +130,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Default values of each family for fields missing from `config.json` (transformers saves only what differs)."""
 
 
-def read(config: Mapping[str, Any]) -> Architecture:
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture that a `config.json` describes.
 
     Raises:
@@ -147,10 +147,10 @@ def read(config: Mapping[str, Any]) -> Architecture:
     fields = {name: value for name, value in config.items() if value is not None or name in _NULLABLE}
     whole = {**FAMILIES[family], **fields}
     try:
-        layers = _size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
+        layers = _read_size(whole, "n_layer" if family == "gpt2" else "num_hidden_layers")
         if layers > _MOST_LAYERS:
             raise ValueError(f"{layers} layers exceed the supported maximum")
-        model = _gpt2(whole) if family == "gpt2" else _rotary(family, whole)
+        model = _read_gpt2(whole) if family == "gpt2" else _read_rotary(family, whole)
         return replace(model, stored_quantization=stored_quantization(config))
     except UnknownArchitecture:
         raise
@@ -166,7 +166,7 @@ _POSITIVE_GPT2 = ("n_embd", "n_head", "vocab_size", "n_positions")
 def impossible_size(config: Mapping[str, Any]) -> str | None:
     """Describe the first size in a known family's `config.json` that cannot be loaded, or return None.
 
-    Less strict than `read`: only sizes that are certain to fail are reported.
+    Less strict than `read_architecture`: only sizes that are certain to fail are reported.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -179,10 +179,10 @@ def impossible_size(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
-    heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
-    layers = _size(fields, "num_hidden_layers")
-    kv_heads = _size(fields, "num_key_value_heads") if "num_key_value_heads" in fields else heads
+def _read_rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
+    heads, hidden = _read_size(fields, "num_attention_heads"), _read_size(fields, "hidden_size")
+    layers = _read_size(fields, "num_hidden_layers")
+    kv_heads = _read_size(fields, "num_key_value_heads") if "num_key_value_heads" in fields else heads
     if kv_heads > heads:
         raise ValueError(f"{kv_heads} key-value heads are more than the {heads} attention heads that share them")
     gemma, phi = family.startswith("gemma"), family == "phi"
@@ -190,75 +190,75 @@ def _rotary(family: str, fields: Mapping[str, Any]) -> Architecture:
     windowed_layers = _windowed_layers(family, fields, layers)
     return Architecture(
         family=family,
-        vocabulary=_size(fields, "vocab_size"),
+        vocabulary=_read_size(fields, "vocab_size"),
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_width=_size(fields, "head_dim") if "head_dim" in fields else _head_width(hidden, heads),
-        intermediate=_size(fields, "intermediate_size"),
+        head_width=_read_size(fields, "head_dim") if "head_dim" in fields else _head_width(hidden, heads),
+        intermediate=_read_size(fields, "intermediate_size"),
         norm="gemma" if gemma else "layer" if phi else "rms",
         activation=str(fields.get("hidden_activation") or fields.get("hidden_act")),
         tied=bool(fields["tie_word_embeddings"]),
-        longest=_size(fields, "max_position_embeddings"),
+        longest=_read_size(fields, "max_position_embeddings"),
         qkv_bias={"qwen2": True, "phi": True, "qwen2_moe": bool(fields.get("qkv_bias"))}.get(family, attention_bias),
         out_bias=phi or (attention_bias and family not in ("qwen2", "qwen2_moe")),
         mlp_bias=phi or (family == "llama" and bool(fields.get("mlp_bias"))),
         head_bias=phi,
         head_norms=family in ("qwen3", "qwen3_moe", "gemma3_text") or (phi and bool(fields.get("qk_layernorm"))),
-        experts=_experts(family, fields),
+        experts=_read_experts(family, fields),
         dense_layers=_dense_layers(fields, layers) if family in ("qwen2_moe", "qwen3_moe") else frozenset(),
         rotary_part=_rotary_part(fields) if family in ("phi", "phi3") else 1.0,
-        residual_dropout=_fraction("resid_pdrop", fields.get("resid_pdrop") or 0.0),
-        attention_dropout=_fraction("attention_dropout", fields.get("attention_dropout") or 0.0),
+        residual_dropout=_check_fraction("resid_pdrop", fields.get("resid_pdrop") or 0.0),
+        attention_dropout=_check_fraction("attention_dropout", fields.get("attention_dropout") or 0.0),
         soft_cap=family == "gemma2" and fields.get("attn_logit_softcapping") is not None,
-        window=_size(fields, "sliding_window") if windowed_layers else 0,
+        window=_read_size(fields, "sliding_window") if windowed_layers else 0,
         windowed_layers=windowed_layers,
     )
 
 
-def _gpt2(fields: Mapping[str, Any]) -> Architecture:
-    hidden, heads = _size(fields, "n_embd"), _size(fields, "n_head")
+def _read_gpt2(fields: Mapping[str, Any]) -> Architecture:
+    hidden, heads = _read_size(fields, "n_embd"), _read_size(fields, "n_head")
     if fields.get("add_cross_attention"):
         raise UnknownArchitecture("The model has cross-attention, which no training method supports.")
     return Architecture(
         family="gpt2",
-        vocabulary=_size(fields, "vocab_size"),
+        vocabulary=_read_size(fields, "vocab_size"),
         hidden=hidden,
-        layers=_size(fields, "n_layer"),
+        layers=_read_size(fields, "n_layer"),
         heads=heads,
         kv_heads=heads,
         head_width=_head_width(hidden, heads),
-        intermediate=_size(fields, "n_inner") if "n_inner" in fields else 4 * hidden,
+        intermediate=_read_size(fields, "n_inner") if "n_inner" in fields else 4 * hidden,
         norm="layer",
         activation=str(fields["activation_function"]),
         tied=bool(fields["tie_word_embeddings"]),
-        longest=_size(fields, "n_positions"),
+        longest=_read_size(fields, "n_positions"),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        learnt_positions=_size(fields, "n_positions"),
+        learnt_positions=_read_size(fields, "n_positions"),
         rotary_part=0.0,
-        residual_dropout=_fraction("resid_pdrop", fields["resid_pdrop"]),
-        attention_dropout=_fraction("attn_pdrop", fields["attn_pdrop"]),
+        residual_dropout=_check_fraction("resid_pdrop", fields["resid_pdrop"]),
+        attention_dropout=_check_fraction("attn_pdrop", fields["attn_pdrop"]),
     )
 
 
-def _experts(family: str, fields: Mapping[str, Any]) -> Experts | None:
+def _read_experts(family: str, fields: Mapping[str, Any]) -> Experts | None:
     if family == "mixtral":
-        number, width = _size(fields, "num_local_experts"), _size(fields, "intermediate_size")
-        return Experts(number, _size(fields, "num_experts_per_tok"), width)
+        number, width = _read_size(fields, "num_local_experts"), _read_size(fields, "intermediate_size")
+        return Experts(number, _read_size(fields, "num_experts_per_tok"), width)
     if family in ("qwen2_moe", "qwen3_moe"):
-        shared = _size(fields, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+        shared = _read_size(fields, "shared_expert_intermediate_size") if family == "qwen2_moe" else 0
         # transformers 5 reads both names and saves `num_local_experts`.
-        number = _size(fields, "num_local_experts" if "num_local_experts" in fields else "num_experts")
-        width = _size(fields, "moe_intermediate_size")
-        return Experts(number, _size(fields, "num_experts_per_tok"), width, shared)
+        number = _read_size(fields, "num_local_experts" if "num_local_experts" in fields else "num_experts")
+        width = _read_size(fields, "moe_intermediate_size")
+        return Experts(number, _read_size(fields, "num_experts_per_tok"), width, shared)
     return None
 
 
 def _dense_layers(fields: Mapping[str, Any], layers: int) -> frozenset[int]:
-    named, step = set(fields["mlp_only_layers"]), _size(fields, "decoder_sparse_step")
+    named, step = set(fields["mlp_only_layers"]), _read_size(fields, "decoder_sparse_step")
     return frozenset(at for at in range(layers) if at in named or (at + 1) % step)
 
 
@@ -278,7 +278,7 @@ def _windowed_layers(family: str, fields: Mapping[str, Any], layers: int) -> fro
 def _rotary_part(fields: Mapping[str, Any]) -> float:
     nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     name = "partial_rotary_factor"
-    return _fraction(name, nested.get(name, fields.get(name, 1.0)))
+    return _check_fraction(name, nested.get(name, fields.get(name, 1.0)))
 
 
 def _head_width(hidden: int, heads: int) -> int:
@@ -287,13 +287,13 @@ def _head_width(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _fraction(name: str, value: Any) -> float:
+def _check_fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a number from 0 to 1")
     return float(value)
 
 
-def _size(fields: Mapping[str, Any], name: str) -> int:
+def _read_size(fields: Mapping[str, Any], name: str) -> int:
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**40:
         raise ValueError(f"`{name}` is {str(value)[:40]!r}, which is not a valid size")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
-from app.estimator.activations import Activations, Checkpointing, Precision, activations
+from app.estimator.activations import Activations, Checkpointing, Precision, compute_activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Batch
 from app.estimator.steps import Plan
@@ -33,7 +33,7 @@ class Operations:
     token: int
     pair: int
 
-    def total(self, tokens: float, pairs: float) -> float:
+    def total_for(self, tokens: float, pairs: float) -> float:
         """Return the operations of so many tokens and pairs."""
         return tokens * self.token + pairs * self.pair
 
@@ -44,7 +44,7 @@ class Operations:
     def __add__(self, other: "Operations") -> "Operations":
         return Operations(self.token + other.token, self.pair + other.pair)
 
-    def times(self, count: int) -> "Operations":
+    def repeated(self, count: int) -> "Operations":
         """Return the operations of `count` repetitions."""
         return Operations(self.token * count, self.pair * count)
 
@@ -77,16 +77,18 @@ def step_operations(
         CannotTrain: The model cannot be trained with this configuration.
     """
 
-    def passes(config: TrainingConfig) -> list[Activations]:
+    def forward_passes(config: TrainingConfig) -> list[Activations]:
         # Operations depend neither on the precision nor on the kernel of attention.
         precision = Precision("cpu", autocast=False, base=4)
-        return [activations(model, config, precision, Batch(1, length), checkpointing, "sdpa") for length in (1, 2)]
+        return [
+            compute_activations(model, config, precision, Batch(1, length), checkpointing, "sdpa") for length in (1, 2)
+        ]
 
-    of_one_token, of_two_tokens = passes(config)
+    of_one_token, of_two_tokens = forward_passes(config)
     training = _by_length(of_one_token.operations, of_two_tokens.operations)
     if reference_passes:
-        base_one, base_two = passes(config.model_copy(update={"lora_r": None}))
-        training += _by_length(base_one.forward, base_two.forward).times(reference_passes)
+        base_one, base_two = forward_passes(config.model_copy(update={"lora_r": None}))
+        training += _by_length(base_one.forward, base_two.forward).repeated(reference_passes)
     return StepOperations(
         forward=_by_length(of_one_token.forward, of_two_tokens.forward),
         training=training,
@@ -94,10 +96,10 @@ def step_operations(
     )
 
 
-def _by_length(one: int, two: int) -> Operations:
-    """Return the operations that are `one` for a sequence of one token and `two` for a sequence of two tokens."""
-    pair = (two - 2 * one) // 2
-    return Operations(one - pair, pair)
+def _by_length(first: int, two: int) -> Operations:
+    """Return the operations that are `first` for a sequence of one token and `two` for a sequence of two tokens."""
+    pair = (two - 2 * first) // 2
+    return Operations(first - pair, pair)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ class RunFlops:
     """Mean number of tokens that attend to each other."""
 
 
-def work(model: Architecture, config: TrainingConfig, planned: Plan, checkpointing: Checkpointing) -> RunFlops | None:
+def estimate_flops(
+    model: Architecture, config: TrainingConfig, planned: Plan, checkpointing: Checkpointing
+) -> RunFlops | None:
     """Return the operations of a run under an effective configuration; None if the number of tokens is not known.
 
     Attention grows with the square of the length, so it is computed for the mean length, not the longest.
@@ -133,16 +137,16 @@ def work(model: Architecture, config: TrainingConfig, planned: Plan, checkpointi
 
 def uncounted_parts(config: TrainingConfig, planned: Plan) -> list[str]:
     """List, as sentences, the operations that are not counted."""
-    found = []
+    parts = []
     method, generation = METHODS[config.method], config.generation
     if method.has_reference and generation is None and not _runs_reference(config, planned):
-        found.append(
+        parts.append(
             "Reference log-probabilities are computed once before the first step, in one forward pass on all "
             f"{method.row_noun}; `flops` and `seconds` do not include it."
         )
     if generation is not None and any(one.type == "model" for one in generation.rewards):
-        found.append("Memory and operations of reward models are not included.")
-    return found
+        parts.append("Memory and operations of reward models are not included.")
+    return parts
 
 
 def _runs_reference(config: TrainingConfig, planned: Plan) -> bool:

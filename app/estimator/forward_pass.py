@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from app.estimator.architecture import Architecture, Experts
-from app.estimator.parameters import Weight, layer
+from app.estimator.parameters import Weight, layer_weights
 from app.estimator.tape import Layer, Tape, Value
 
 Attention = Literal["sdpa", "eager", "varlen", "flash_attention_2", "flash_attention_3"]
@@ -42,7 +42,7 @@ class Batch:
         """Number of token pairs in the attention mask, or of those that attend to each other."""
         return self.sequences * self.length**2 // self.texts
 
-    def scores(self, heads: int) -> int:
+    def attention_scores(self, heads: int) -> int:
         """Return the number of attention scores on a device, which has all pairs for its part of the heads."""
         return self.pairs * heads // self.sequence_parallel
 
@@ -88,27 +88,27 @@ class Forward:
         """True if the tape already holds the rotary sines and cosines, which all layers share."""
         return all(one.storage in self.tape.saved for one in self._rotary)
 
-    def layer(self, at: int, value: Value) -> Value:
+    def apply_layer(self, at: int, value: Value) -> Value:
         """Apply layer `at` (0-based) to hidden states."""
-        parts = {one.name.removeprefix("layer."): one for one in layer(self._model, at)}
+        parts = {one.name.removeprefix("layer."): one for one in layer_weights(self._model, at)}
         self.tape.referenced = (value,)
         if self._model.family == "phi":
-            return self._parallel(parts, value)
+            return self._apply_parallel_layer(parts, value)
         names = [name for name in parts if parts[name].kind == "norm" and name.count(".") == 0]
         first, before = names[0], names[1] if len(names) == 2 else names[2]
-        out = self._attend(parts, self.norm(parts[first], value), self._has_window(at))
+        out = self._apply_attention(parts, self.apply_norm(parts[first], value), self._has_window(at))
         if len(names) == 4:
-            out = self.norm(parts[names[1]], out)
-        value = self.tape.plus(value, self._residual(out))
+            out = self.apply_norm(parts[names[1]], out)
+        value = self.tape.plus(value, self._apply_dropout(out))
         self.tape.referenced = (value,)
-        inner = self.norm(parts[before], value)
+        inner = self.apply_norm(parts[before], value)
         experts = self._model.experts_of(at)
-        out = self._mlp(parts, "mlp", inner) if experts is None else self._mixture(parts, experts, inner)
+        out = self._apply_mlp(parts, "mlp", inner) if experts is None else self._apply_experts(parts, experts, inner)
         if len(names) == 4:
-            out = self.norm(parts[names[3]], out)
-        return self.tape.plus(value, self._residual(out))
+            out = self.apply_norm(parts[names[3]], out)
+        return self.tape.plus(value, self._apply_dropout(out))
 
-    def norm(self, weight: Weight, value: Value) -> Value:
+    def apply_norm(self, weight: Weight, value: Value) -> Value:
         """Apply a norm over the width of its weights."""
         trains, size = self._loaded.norm_trains(weight), self._loaded.norm_bytes
         width = weight.rows // weight.tensors
@@ -124,162 +124,169 @@ class Forward:
         """Return True if the layer attends only to the latest tokens, which `sdpa` can only do with a mask."""
         return self._model.has_window(at) and self._batch.length >= self._model.window
 
-    def _parallel(self, parts: dict[str, Weight], value: Value) -> Value:
-        inner = self.norm(parts["input_layernorm"], value)
-        attended = self._residual(self._attend(parts, inner))
-        return self.tape.plus(value, attended, self._residual(self._mlp(parts, "mlp", inner)))
+    def _apply_parallel_layer(self, parts: dict[str, Weight], value: Value) -> Value:
+        inner = self.apply_norm(parts["input_layernorm"], value)
+        attended = self._apply_dropout(self._apply_attention(parts, inner))
+        return self.tape.plus(value, attended, self._apply_dropout(self._apply_mlp(parts, "mlp", inner)))
 
-    def _residual(self, value: Value) -> Value:
+    def _apply_dropout(self, value: Value) -> Value:
         return self.tape.dropout(value) if self._model.residual_dropout else value
 
-    def _linear(self, parts: dict[str, Weight], name: str, value: Value) -> Value:
+    def _apply_linear(self, parts: dict[str, Weight], name: str, value: Value) -> Value:
         return self.tape.linear(value, self._loaded.layer(parts[name]))
 
-    def _attend(self, parts: dict[str, Weight], value: Value, has_window: bool = False) -> Value:
+    def _apply_attention(self, parts: dict[str, Weight], value: Value, has_window: bool = False) -> Value:
         model, tokens = self._model, self._batch.tokens
-        wide, narrow = tokens * model.heads * model.head_width, tokens * model.kv_heads * model.head_width
+        query_elements, kv_elements = (
+            tokens * model.heads * model.head_width,
+            tokens * model.kv_heads * model.head_width,
+        )
         if "attn.c_attn" in parts or "self_attn.qkv_proj" in parts:
-            joined = self._linear(parts, "attn.c_attn" if "attn.c_attn" in parts else "self_attn.qkv_proj", value)
-            query, key, states = (self.tape.part(joined, size) for size in (wide, narrow, narrow))
+            joined = self._apply_linear(parts, "attn.c_attn" if "attn.c_attn" in parts else "self_attn.qkv_proj", value)
+            query, key, states = (
+                self.tape.view_part(joined, size) for size in (query_elements, kv_elements, kv_elements)
+            )
         else:
-            query, key, states = (self._linear(parts, f"self_attn.{name}_proj", value) for name in "qkv")
+            query, key, states = (self._apply_linear(parts, f"self_attn.{name}_proj", value) for name in "qkv")
         if model.head_norms:
             suffix = "layernorm" if model.family == "phi" else "norm"
-            query = self.norm(parts[f"self_attn.q_{suffix}"], query)
-            key = self.norm(parts[f"self_attn.k_{suffix}"], key)
+            query = self.apply_norm(parts[f"self_attn.q_{suffix}"], query)
+            key = self.apply_norm(parts[f"self_attn.k_{suffix}"], key)
         if model.rotary_part:
-            query, key = self._rotate(query), self._rotate(key)
+            query, key = self._apply_rotary(query), self._apply_rotary(key)
         # Two products per pair of tokens, regardless of whether the kernel skips the causal half.
         grad = query.grad or key.grad or states.grad
-        tape, operations = self.tape, 4 * self._batch.scores(model.heads) * model.head_width
-        tape.multiplied(operations, grad, grad)
+        tape, operations = self.tape, 4 * self._batch.attention_scores(model.heads) * model.head_width
+        tape.count_product(operations, grad, grad)
         masked = (self._batch.masked or has_window) and self._attention == "sdpa"
         out = next(name for name in ("attn.c_proj", "self_attn.dense", "self_attn.o_proj") if name in parts)
         if self._batch.sequence_parallel > 1:
             # Copies that the devices have exchanged; each needs heads of keys and values.
             repeats = math.lcm(model.kv_heads, self._batch.sequence_parallel) // model.kv_heads
-            query = tape.made(query.elements, query.bytes, query)
-            key, states = (tape.made(one.elements * repeats, one.bytes, one) for one in (key, states))
+            query = tape.new_value(query.elements, query.bytes, query)
+            key, states = (tape.new_value(one.elements * repeats, one.bytes, one) for one in (key, states))
         if self._attention == "eager":
-            result = self._eager(query, key, states)
+            result = self._eager_attention(query, key, states)
         else:
-            result = self._fused(query, key, states, masked=masked)
+            result = self._fused_attention(query, key, states, masked=masked)
         if self._batch.sequence_parallel > 1:
-            result = tape.made(result.elements, result.bytes, result)
-        return self._linear(parts, out, result)
+            result = tape.new_value(result.elements, result.bytes, result)
+        return self._apply_linear(parts, out, result)
 
-    def _rotate(self, value: Value) -> Value:
+    def _apply_rotary(self, value: Value) -> Value:
         if self._has_liger:
             return self._rotate_in_place(value)
         size = max(value.bytes, self._rotary[0].bytes)
-        halves = self.tape.made(value.elements, value.bytes, value, workspace=2 * value.elements * value.bytes)
+        halves = self.tape.new_value(value.elements, value.bytes, value, workspace=2 * value.elements * value.bytes)
         turned = []
-        for factor, one in zip(self._rotary, (value, halves), strict=True):
+        for factor, part in zip(self._rotary, (value, halves), strict=True):
             if value.grad:
-                self.tape.save(factor)
-            turned.append(self.tape.made(value.elements, size, one))
+                self.tape.save_value(factor)
+            turned.append(self.tape.new_value(value.elements, size, part))
         return self.tape.plus(*turned)
 
     def _rotate_in_place(self, value: Value) -> Value:
         """Rotate as liger-kernel does, which copies a part of a larger tensor first."""
         if value.grad:
             for factor in self._rotary:
-                self.tape.save(factor)
-        return self.tape.made(value.elements, value.bytes, value) if value.storage_bytes is not None else value
+                self.tape.save_value(factor)
+        return self.tape.new_value(value.elements, value.bytes, value) if value.storage_bytes is not None else value
 
-    def _repeated(self, value: Value) -> Value:
+    def _repeat_heads(self, value: Value) -> Value:
         """Expand keys or values to all heads that share them."""
         times = self._model.heads // self._model.kv_heads
-        return value if times == 1 else self.tape.made(value.elements * times, value.bytes, value)
+        return value if times == 1 else self.tape.new_value(value.elements * times, value.bytes, value)
 
-    def _fused(self, query: Value, key: Value, states: Value, *, masked: bool) -> Value:
+    def _fused_attention(self, query: Value, key: Value, states: Value, *, masked: bool) -> Value:
         if self._model.attention_dropout and self.tape.device == "cpu":
-            return self._unfused(query, key, states)
+            return self._unfused_attention(query, key, states)
         if self._attention in ("sdpa", "varlen") and (masked or self._model.head_width > 256):
-            key, states = self._repeated(key), self._repeated(states)
+            key, states = self._repeat_heads(key), self._repeat_heads(states)
         if self.tape.autocast:
             query, key, states = (self.tape.cast(one, 2) for one in (query, key, states))
         rows = self._batch.tokens * self._model.heads
         if query.grad or key.grad or states.grad:
-            for one in (query, key, states):
-                self.tape.save(one)
-            self.tape.save(Value(rows, 4, False))
+            for tensor in (query, key, states):
+                self.tape.save_value(tensor)
+            self.tape.save_value(Value(rows, 4, False))
             if masked:
                 # The mask is boolean; each layer converts it to the type of the query.
-                self.tape.save(Value(self._batch.pairs, query.bytes, False))
+                self.tape.save_value(Value(self._batch.pairs, query.bytes, False))
         workspace = 0
         if self.tape.device == "cuda" and not masked:
             # A query gradient in 32 bits, and gradients of keys and values before those of shared heads are summed.
             shared = 2 * query.elements * query.bytes if key.elements < query.elements else 0
             workspace = query.elements * 4 + rows * 4 + shared
-        result = self.tape.made(query.elements, query.bytes, query, key, states, workspace=workspace, keeps_output=True)
+        result = self.tape.new_value(
+            query.elements, query.bytes, query, key, states, workspace=workspace, keeps_output=True
+        )
         # With partial rotary embeddings the parts are concatenated in another order, so the output is a copy; on a CPU,
         # the results of the texts of a sequence are concatenated.
         by_text = self._attention == "varlen" and self._batch.positions_each and self.tape.device == "cpu"
-        return self.tape.made(result.elements, result.bytes, result) if self._joins or by_text else result
+        return self.tape.new_value(result.elements, result.bytes, result) if self._joins or by_text else result
 
-    def _unfused(self, query: Value, key: Value, states: Value) -> Value:
+    def _unfused_attention(self, query: Value, key: Value, states: Value) -> Value:
         """Apply attention with dropout on a CPU, which has no fused kernel for it: each operation separately."""
-        tape, pairs = self.tape, self._batch.scores(self._model.heads)
-        key, states = self._repeated(key), self._repeated(states)
-        scores = tape.made(pairs, query.bytes, query, key)
+        tape, pairs = self.tape, self._batch.attention_scores(self._model.heads)
+        key, states = self._repeat_heads(key), self._repeat_heads(states)
+        scores = tape.new_value(pairs, query.bytes, query, key)
         if scores.grad:
-            for one in (query, key):
-                tape.save(tape.made(one.elements, one.bytes, one))
-            tape.save(scores)
-        shares = tape.dropout(tape.made(pairs, query.bytes, scores))
+            for tensor in (query, key):
+                tape.save_value(tape.new_value(tensor.elements, tensor.bytes, tensor))
+            tape.save_value(scores)
+        shares = tape.dropout(tape.new_value(pairs, query.bytes, scores))
         if states.grad or shares.grad:
-            tape.save(shares)
-            tape.save(tape.made(states.elements, states.bytes, states))
-        return tape.made(query.elements, query.bytes, shares, states)
+            tape.save_value(shares)
+            tape.save_value(tape.new_value(states.elements, states.bytes, states))
+        return tape.new_value(query.elements, query.bytes, shares, states)
 
-    def _eager(self, query: Value, key: Value, states: Value) -> Value:
-        tape, pairs = self.tape, self._batch.scores(self._model.heads)
-        key, states = self._repeated(key), self._repeated(states)
+    def _eager_attention(self, query: Value, key: Value, states: Value) -> Value:
+        tape, pairs = self.tape, self._batch.attention_scores(self._model.heads)
+        key, states = self._repeat_heads(key), self._repeat_heads(states)
         if tape.autocast:
             query, key, states = (tape.cast(one, 2) for one in (query, key, states))
         size = query.bytes
         if key.grad or query.grad:
-            for one in (query, key):
-                tape.save(one)
-        scores = tape.made(pairs, size, query, key)
+            for tensor in (query, key):
+                tape.save_value(tensor)
+        scores = tape.new_value(pairs, size, query, key)
         if self._model.soft_cap:
-            scores = tape.made(pairs, size, scores, keeps_output=True)
-        probabilities = tape.made(pairs, 4, tape.cast(scores, 4), keeps_output=True)
+            scores = tape.new_value(pairs, size, scores, keeps_output=True)
+        probabilities = tape.new_value(pairs, 4, tape.cast(scores, 4), keeps_output=True)
         shares = tape.cast(probabilities, size)
         if self._model.attention_dropout:
             shares = tape.dropout(shares)
         if shares.grad:
-            tape.save(states)
+            tape.save_value(states)
         if states.grad:
-            tape.save(shares)
-        return tape.made(query.elements, size, shares, states)
+            tape.save_value(shares)
+        return tape.new_value(query.elements, size, shares, states)
 
-    def _mlp(self, parts: dict[str, Weight], prefix: str, value: Value) -> Value:
+    def _apply_mlp(self, parts: dict[str, Weight], prefix: str, value: Value) -> Value:
         tape, act = self.tape, self._model.activation
         # A worker leaves the MLPs of models with experts to transformers.
         has_liger = self._has_liger and self._model.experts is None
         if f"{prefix}.gate_up_proj" in parts:
-            joined = self._linear(parts, f"{prefix}.gate_up_proj", value)
-            gate, up = (tape.part(joined, joined.elements // 2) for _ in range(2))
+            joined = self._apply_linear(parts, f"{prefix}.gate_up_proj", value)
+            gate, up = (tape.view_part(joined, joined.elements // 2) for _ in range(2))
             if has_liger:
-                inner = tape.liger_gated(*(tape.made(half.elements, half.bytes, half) for half in (gate, up)))
+                inner = tape.liger_gated(*(tape.new_value(half.elements, half.bytes, half) for half in (gate, up)))
             else:
                 inner = tape.times(up, tape.activation(gate, act))
         elif f"{prefix}.gate_proj" in parts:
-            gate = self._linear(parts, f"{prefix}.gate_proj", value)
+            gate = self._apply_linear(parts, f"{prefix}.gate_proj", value)
             if has_liger:
-                inner = tape.liger_gated(gate, self._linear(parts, f"{prefix}.up_proj", value))
+                inner = tape.liger_gated(gate, self._apply_linear(parts, f"{prefix}.up_proj", value))
             else:
                 gate = tape.activation(gate, act)
-                inner = tape.times(gate, self._linear(parts, f"{prefix}.up_proj", value))
+                inner = tape.times(gate, self._apply_linear(parts, f"{prefix}.up_proj", value))
         else:
             first = "fc1" if f"{prefix}.fc1" in parts else "c_fc"
-            inner = tape.activation(self._linear(parts, f"{prefix}.{first}", value), act)
+            inner = tape.activation(self._apply_linear(parts, f"{prefix}.{first}", value), act)
         last = next(name for name in ("down_proj", "fc2", "c_proj") if f"{prefix}.{name}" in parts)
-        return self._linear(parts, f"{prefix}.{last}", inner)
+        return self._apply_linear(parts, f"{prefix}.{last}", inner)
 
-    def _mixture(self, parts: dict[str, Weight], experts: Experts, value: Value) -> Value:
+    def _apply_experts(self, parts: dict[str, Weight], experts: Experts, value: Value) -> Value:
         """Apply a mixture of experts; each expert keeps only the tensors of the tokens routed to it."""
         tape, tokens = self.tape, self._batch.tokens
         sent, hidden = tokens * experts.of_a_token, self._model.hidden
@@ -287,28 +294,30 @@ class Forward:
         # Peft adds the adapter to the router's matrix, as it does to those of experts.
         router = tape.linear(value, replace(gate, trains=gate.trains or gate.rank > 0, rank=0))
         if router.grad:
-            tape.save(Value(router.elements, 4, False))  # its probabilities
-            tape.save(Value(sent, 8, False))
-        chosen = tape.made(sent, 4, router)
+            tape.save_value(Value(router.elements, 4, False))  # its probabilities
+            tape.save_value(Value(sent, 8, False))
+        chosen = tape.new_value(sent, 4, router)
         up = self._loaded.layer(parts["mlp.experts.gate_up_proj"])
         down = self._loaded.layer(parts["mlp.experts.down_proj"])
-        taken = tape.made(sent * hidden, value.bytes, value)
+        taken = tape.new_value(sent * hidden, value.bytes, value)
         joined = self._of_experts(taken, sent * 2 * experts.width, up, parts["mlp.experts.gate_up_proj"])
         half = sent * experts.width
-        inner = tape.times(tape.activation(tape.part(joined, half), self._model.activation), tape.part(joined, half))
+        inner = tape.times(
+            tape.activation(tape.view_part(joined, half), self._model.activation), tape.view_part(joined, half)
+        )
         inner = self._of_experts(inner, sent * hidden, down, parts["mlp.experts.down_proj"])
         result = tape.times(inner, chosen)
-        out = tape.made(tokens * hidden, value.bytes, result)
+        out = tape.new_value(tokens * hidden, value.bytes, result)
         if not experts.shared_width:
             return out
-        shared = self._mlp(parts, "mlp.shared_expert", value)
-        share = tape.activation(self._linear(parts, "mlp.shared_expert_gate", value), "sigmoid")
+        shared = self._apply_mlp(parts, "mlp.shared_expert", value)
+        share = tape.activation(self._apply_linear(parts, "mlp.shared_expert_gate", value), "sigmoid")
         return tape.plus(out, tape.times(share, shared))
 
     def _of_experts(self, value: Value, elements: int, loaded: Layer, weight: Weight) -> Value:
         """Multiply by the experts' matrices; peft adds the adapter to the matrices themselves, which makes a copy."""
         if loaded.rank:
             size = 2 if self.tape.autocast else loaded.bytes
-            self.tape.save(Value(weight.weights, size, True))
+            self.tape.save_value(Value(weight.weights, size, True))
         trains = loaded.trains or loaded.rank > 0
         return self.tape.product(value, elements, loaded.bytes, inner=weight.columns, trains=trains)

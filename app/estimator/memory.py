@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.optimizers import OPTIMIZERS
-from app.estimator.activations import Activations, Checkpointing, Precision, activations
+from app.estimator.activations import Activations, Checkpointing, Precision, compute_activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
-from app.estimator.parameters import SCORE, Trained, Weight, distinct_weights, trained
+from app.estimator.parameters import SCORE, Trained, Weight, distinct_weights, trainable_part
 
 CONTEXT = {"cuda": 600 * 2**20, "cpu": 700 * 2**20}
 """Assumed bytes of a process before any tensor: the CUDA context and its libraries; a CPU process with torch."""
@@ -81,7 +81,7 @@ class Memory:
         }
 
 
-def memory(
+def estimate_memory(
     model: Architecture,
     config: TrainingConfig,
     precision: Precision,
@@ -98,24 +98,24 @@ def memory(
     Raises:
         CannotTrain: The model cannot be trained with this configuration.
     """
-    found, shards = trained(model, config), division.shards
-    held = activations(model, config, precision, batch, checkpointing, attention, shards)
-    whole, constants = _base(model, config, precision)
-    gathered = _gathered(model, config, whole, precision, division) if shards > 1 else 0
-    base, gradients = -(-whole // shards), -(-found.count * precision.trained // shards)
+    trainable, shards = trainable_part(model, config), division.shards
+    held = compute_activations(model, config, precision, batch, checkpointing, attention, shards)
+    whole, constants = _base_bytes(model, config, precision)
+    gathered = _gathered_bytes(model, config, whole, precision, division) if shards > 1 else 0
+    base, gradients = -(-whole // shards), -(-trainable.count * precision.trained // shards)
     adapter = 0 if config.lora_r is None else gradients
     optim = counted_optimizer(config)
-    optimizer = -(-optimizer_state(found.tensors, config) // shards)
-    dequantized = _dequantized(model, config, precision) + gathered
-    optimizer_workspace = -(-_optimizer_workspace(found, optim, precision) // shards)
-    generation = _generation(model, config, precision)
+    optimizer = -(-optimizer_state(trainable.tensors, config) // shards)
+    dequantized = _dequantized_bytes(model, config, precision) + gathered
+    optimizer_workspace = -(-_optimizer_workspace(trainable, optim, precision) // shards)
+    generation = _generation_bytes(model, config, precision)
     copied = config.generation is not None and config.generation.beta > 0 and config.lora_r is None
     reference = base if copied else 0
     static = base + constants + adapter + reference + optimizer
     accumulated = gradients if config.gradient_accumulation_steps > 1 else 0
-    copied_head = _copied_head(model, found, precision)
+    copied_head = _copied_head(model, trainable, precision)
     backward = held.peak + held.mask + accumulated + gathered + copied_head
-    tensors, logits = held.kept + held.mask + held.again, held.head + held.head_workspace
+    tensors, logits = held.kept_bytes + held.mask + held.again, held.head + held.head_workspace
     temporary = max(dequantized, optimizer_workspace, backward - tensors - logits - gradients)
     context = CONTEXT[precision.device]
     # A 4-bit model is divided once it is on the device; any other comes there layer by layer.
@@ -144,38 +144,40 @@ def counted_optimizer(config: TrainingConfig) -> str:
     return config.optim if config.trainer_options.optimizer is None else _PLUGIN_OPTIMIZER
 
 
-def _copied_head(model: Architecture, found: Trained, precision: Precision) -> int:
+def _copied_head(model: Architecture, trainable: Trained, precision: Precision) -> int:
     """Return the bytes of a head with trained tokens, and of its gradient, which are whole matrices in each step.
 
     Only a head that is one matrix with the embeddings has them. The embeddings themselves are whole where little else
     is there: at the start of the forward and at the end of the backward pass.
     """
-    has_tokens = found.tokens is not None and model.tied
+    has_tokens = trainable.tokens is not None and model.tied
     return 2 * model.vocabulary * model.hidden * precision.base if has_tokens else 0
 
 
-def _base(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
+def _base_bytes(model: Architecture, config: TrainingConfig, precision: Precision) -> tuple[int, int]:
     """Return the bytes of the loaded weights and of their quantization constants."""
     reward = METHODS[config.method].has_reward_head
     doubled = config.trainer_options.double_quant
     base = constants = 0
-    for one, number in distinct_weights(model, reward_head=reward):
-        if not _is_quantized(one, config):
-            base += number * one.count * precision.base
+    for weight, number in distinct_weights(model, reward_head=reward):
+        if not _is_quantized(weight, config):
+            base += number * weight.count * precision.base
             continue
-        bias = (one.count - one.weights) * precision.base
+        bias = (weight.count - weight.weights) * precision.base
         if config.load_in_8bit:
-            base += number * (one.weights + bias)
-            constants += number * one.rows * 4
+            base += number * (weight.weights + bias)
+            constants += number * weight.rows * 4
             continue
-        base += number * (-(-one.weights // 2) + bias)
-        blocks = -(-one.weights // _BLOCK)
+        base += number * (-(-weight.weights // 2) + bias)
+        blocks = -(-weight.weights // _BLOCK)
         constants += number * (blocks + -(-blocks // _BLOCKS) * 4 + 1024 + 4 if doubled else blocks * 4)
         constants += number * 16 * 4
     return base, constants
 
 
-def _gathered(model: Architecture, config: TrainingConfig, whole: int, precision: Precision, division: Division) -> int:
+def _gathered_bytes(
+    model: Architecture, config: TrainingConfig, whole: int, precision: Precision, division: Division
+) -> int:
     """Return the bytes of divided weights, and of their gradients, that are whole on each device at once.
 
     These are the embeddings and the head from the forward to the end of the backward pass, and two layers: one that
@@ -191,12 +193,12 @@ def _gathered(model: Architecture, config: TrainingConfig, whole: int, precision
     return ends * precision.base + 2 * layer + experts + gradients
 
 
-def _is_quantized(one: Weight, config: TrainingConfig) -> bool:
-    asked = config.load_in_4bit or config.load_in_8bit
-    return asked and one.kind == "linear" and one.name not in ("lm_head", SCORE)
+def _is_quantized(weight: Weight, config: TrainingConfig) -> bool:
+    is_requested = config.load_in_4bit or config.load_in_8bit
+    return is_requested and weight.kind == "linear" and weight.name not in ("lm_head", SCORE)
 
 
-def _moments(config: TrainingConfig, optim: str) -> int:
+def _optimizer_moments(config: TrainingConfig, optim: str) -> int:
     """Return the values of the optimizer state per trained weight."""
     optimizer = OPTIMIZERS[optim]
     return optimizer.moments + ("momentum" in optimizer.options and bool(config.trainer_options.optim_args.momentum))
@@ -205,7 +207,7 @@ def _moments(config: TrainingConfig, optim: str) -> int:
 def optimizer_state(tensors: Iterable[tuple[str, int, int]], config: TrainingConfig) -> int:
     """Return the bytes of the optimizer state of trained tensors, each as in `Trained.tensors`."""
     optim = counted_optimizer(config)
-    moments, total = _moments(config, optim), 0
+    moments, total = _optimizer_moments(config, optim), 0
     for kind, rows, columns in tensors:
         count = rows * columns
         if OPTIMIZERS[optim].rounds_stochastically and count >= _SMALLEST_8BIT:
@@ -222,22 +224,22 @@ def optimizer_state(tensors: Iterable[tuple[str, int, int]], config: TrainingCon
     return total
 
 
-def _optimizer_workspace(found: Trained, optim: str, precision: Precision) -> int:
+def _optimizer_workspace(trainable: Trained, optim: str, precision: Precision) -> int:
     """Return the bytes of temporary tensors of an optimizer step; on a GPU, torch processes all weights at once."""
-    sizes = [rows * columns * 4 for _, rows, columns in found.tensors]
+    sizes = [rows * columns * 4 for _, rows, columns in trainable.tensors]
     if optim in ("adamw_torch", "rmsprop", "adagrad"):
         return sum(sizes) if precision.device == "cuda" else max(sizes, default=0)
     return 2 * max(sizes, default=0) if optim == "adafactor" else 0
 
 
-def _dequantized(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+def _dequantized_bytes(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
     """Return the bytes of the largest quantized matrix, dequantized to 16 or 32 bits for the backward pass."""
     size = 2 if precision.autocast else 4
     sizes = (weight.weights * size for weight, _ in distinct_weights(model) if _is_quantized(weight, config))
     return max(sizes, default=0)
 
 
-def _generation(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
+def _generation_bytes(model: Architecture, config: TrainingConfig, precision: Precision) -> int:
     if config.generation is None:
         return 0
     written = config.batch_size * config.gradient_accumulation_steps

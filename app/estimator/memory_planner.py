@@ -11,7 +11,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Checkpointing, Precision
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import WHOLE, Division, Memory, memory
+from app.estimator.memory import WHOLE, Division, Memory, estimate_memory
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import attention_of, micro_batch
 
@@ -51,7 +51,7 @@ def allowed_choices(value: Value) -> tuple[Checkpointing, ...]:
     return ("selective",) if value == "selective" else ("full",) if value else ("off",)
 
 
-def choose(
+def choose_checkpointing(
     model: Architecture,
     config: TrainingConfig,
     precision: Precision,
@@ -75,27 +75,27 @@ def memory_of_choices(
     attention = attention_of(model, config)
 
     @cache
-    def needs(one: Checkpointing) -> Memory:
-        return memory(model, config, precision, batch, one, attention, division)
+    def needed_memory(checkpointing: Checkpointing) -> Memory:
+        return estimate_memory(model, config, precision, batch, checkpointing, attention, division)
 
-    return needs
+    return needed_memory
 
 
 def first_that_fits(needs: Needs, room: int | None, choices: tuple[Checkpointing, ...]) -> Choice:
     """Return the first choice that fits in `room` bytes, else the last; `needs` gives the memory of each."""
-    for one in choices:
-        found = needs(one)
-        fits = room is not None and found.peak <= room * USABLE_FRACTION
-        if fits or one == choices[-1]:
+    for checkpointing in choices:
+        needed = needs(checkpointing)
+        fits = room is not None and needed.peak <= room * USABLE_FRACTION
+        if fits or checkpointing == choices[-1]:
             break
     if room is None:
-        return Choice(one, found, False, "The memory of the device is not known.")
-    have, need = _gigabytes(room), _gigabytes(found.peak)
+        return Choice(checkpointing, needed, False, "The memory of the device is not known.")
+    have, need = _format_gigabytes(room), _format_gigabytes(needed.peak)
     if fits:
         reason = f"The run needs about {need} of the {have} that the device has."
     else:
         reason = f"The run needs about {need}; the device has {have}, of which {USABLE_FRACTION:.0%} can be used."
-    return Choice(one, found, fits, reason)
+    return Choice(checkpointing, needed, fits, reason)
 
 
 class MemoryAdvice:
@@ -122,26 +122,26 @@ class MemoryAdvice:
         self._model, self._config, self._precision = model, config, precision
         self._length, self._rows = length, rows
         self._known: list[tuple[str, Needs]] = []
-        self._more = self._all()
+        self._more = self._compute_changes()
 
-    def within(self, room: int) -> list[str]:
+    def advise_within(self, room: int) -> list[str]:
         """Return the smallest single change with which the run fits in `room` bytes, or a sentence that none does."""
-        for text, needs in self._each():
+        for text, needs in self._iterate_changes():
             with suppress(CannotTrain):  # an adapter that this family does not support with the requested options
                 if first_that_fits(needs, room, CHOICES).fits:
                     return [f"It fits with {text}."]
         return ["No smaller batch, 4-bit base or shorter sequence makes it fit. Use a smaller model."]
 
-    def _each(self) -> Iterator[tuple[str, Needs]]:
+    def _iterate_changes(self) -> Iterator[tuple[str, Needs]]:
         yield from self._known
-        for one in self._more:
-            self._known.append(one)
-            yield one
+        for change in self._more:
+            self._known.append(change)
+            yield change
 
-    def _all(self) -> Iterator[tuple[str, Needs]]:
+    def _compute_changes(self) -> Iterator[tuple[str, Needs]]:
         model, config, precision = self._model, self._config, self._precision
-        for text, changed in _changes(config):
-            loaded = Precision.of(changed, precision.device, has_liger=precision.has_liger)
+        for text, changed in _possible_changes(config):
+            loaded = Precision.for_device(changed, precision.device, has_liger=precision.has_liger)
             batch = replace(
                 micro_batch(model, changed, self._length, self._rows), sequence_parallel=self._sequence_parallel
             )
@@ -159,35 +159,35 @@ class MemoryAdvice:
             shorter //= 2
 
 
-def _changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
+def _possible_changes(config: TrainingConfig) -> Iterator[tuple[str, TrainingConfig]]:
     """Yield changes as a user would write them, each with the resulting effective configuration."""
 
-    def changed(**update: Any) -> TrainingConfig:
+    def with_update(**update: Any) -> TrainingConfig:
         return config.model_copy(update={"gradient_checkpointing": "auto", **update})
 
     if config.gradient_checkpointing != "auto":
-        yield "`gradient_checkpointing: auto`", changed()
+        yield "`gradient_checkpointing: auto`", with_update()
     steps = config.gradient_accumulation_steps
     for divisor in (2, 4, 8, 16, 32):
         size, rest = divmod(config.batch_size, divisor)
         if rest == 0 and size >= METHODS[config.method].min_batch_size and steps * divisor <= _MOST_MICRO_BATCHES:
             text = f"`batch_size` {size} with `gradient_accumulation_steps` {steps * divisor}"
-            yield text, changed(batch_size=size, gradient_accumulation_steps=steps * divisor)
+            yield text, with_update(batch_size=size, gradient_accumulation_steps=steps * divisor)
     smaller = METHODS[config.method].smaller
     four_bit = {"load_in_4bit": True, "load_in_8bit": False}
     if config.lora_r is not None:
         if config.load_in_8bit:
-            yield "a 4-bit base (`load_in_4bit: true` instead of `load_in_8bit`)", changed(**four_bit)
+            yield "a 4-bit base (`load_in_4bit: true` instead of `load_in_8bit`)", with_update(**four_bit)
         elif not config.load_in_4bit:
             how = f"method: {smaller}" if smaller else "load_in_4bit: true"
-            yield f"a 4-bit base (`{how}`)", changed(**four_bit)
+            yield f"a 4-bit base (`{how}`)", with_update(**four_bit)
         return
     if smaller is not None and METHODS[config.method].adapter == "forbidden":
         how, how_4bit = (f"`method: {name}`" for name in (smaller, METHODS[smaller].smaller))
     else:
         how, how_4bit = (f"`lora_r: {_RANK}` with `load_in_4bit: {value}`" for value in ("false", "true"))
-    yield f"an adapter ({how}) instead of full training", changed(lora_r=_RANK, load_in_4bit=False)
-    yield f"an adapter on a 4-bit base ({how_4bit}) instead of full training", changed(lora_r=_RANK, **four_bit)
+    yield f"an adapter ({how}) instead of full training", with_update(lora_r=_RANK, load_in_4bit=False)
+    yield f"an adapter on a 4-bit base ({how_4bit}) instead of full training", with_update(lora_r=_RANK, **four_bit)
 
 
 def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:
@@ -199,5 +199,5 @@ def _smallest_batch(config: TrainingConfig) -> tuple[int, int]:
     return size, together // size
 
 
-def _gigabytes(size: int) -> str:
+def _format_gigabytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"

@@ -4,14 +4,14 @@ from functools import lru_cache
 from typing import Literal
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.activations import Precision
-from app.estimator.architecture import Architecture, read
+from app.estimator.architecture import Architecture, read_architecture
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import memory
+from app.estimator.memory import estimate_memory
 from app.estimator.memory_planner import USABLE_FRACTION
-from app.estimator.parameters import total
+from app.estimator.parameters import total_parameters
 
 _TOKENS = 2048
 _MOST_HEADS = 512
@@ -26,23 +26,25 @@ def largest_model(kind: Literal["cpu", "cuda"], memory_mb: int) -> float:
     many layers as attention heads, from 1 to 512.
     """
     machine = DeviceCapabilities(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
-    config = resolve(
+    config = resolve_config(
         TrainingConfig.model_validate({"base_model": "any", **_SETTINGS}), sorted(_SETTINGS), machine
     ).config
-    precision, room = Precision.of(config, kind), memory_mb * 2**20 * USABLE_FRACTION
+    precision, room = Precision.for_device(config, kind), memory_mb * 2**20 * USABLE_FRACTION
 
-    def fits(heads: int) -> bool:
-        return memory(_shape(heads), config, precision, Batch(1, _TOKENS), "full", "sdpa").peak <= room
+    def is_fitting(heads: int) -> bool:
+        return (
+            estimate_memory(_model_with_heads(heads), config, precision, Batch(1, _TOKENS), "full", "sdpa").peak <= room
+        )
 
     fitting, too_large = 0, _MOST_HEADS + 1
     while too_large - fitting > 1:
         middle = (fitting + too_large) // 2
-        fitting, too_large = (middle, too_large) if fits(middle) else (fitting, middle)
-    return round(total(_shape(fitting)) / 1e9, 1) if fitting else 0.0
+        fitting, too_large = (middle, too_large) if is_fitting(middle) else (fitting, middle)
+    return round(total_parameters(_model_with_heads(fitting)) / 1e9, 1) if fitting else 0.0
 
 
-def _shape(heads: int) -> Architecture:
-    return read(
+def _model_with_heads(heads: int) -> Architecture:
+    return read_architecture(
         {
             "model_type": "llama", "vocab_size": 128_256, "hidden_size": 128 * heads, "intermediate_size": 448 * heads,
             "num_hidden_layers": max(heads, 4), "num_attention_heads": heads, "num_key_value_heads": heads,

@@ -51,37 +51,37 @@ class Weight:
 
 
 @lru_cache(maxsize=4)  # called about ten times per memory estimate, and one estimate per advised change
-def weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, ...]:
+def all_weights(model: Architecture, *, reward_head: bool = False) -> tuple[Weight, ...]:
     """Return all weights in forward order; a tied head is omitted because it is the embedding matrix."""
-    found = list(_backbone(model))
+    weights = list(_backbone_weights(model))
     if reward_head:
-        found.append(Weight(SCORE, "linear", 1, model.hidden))
+        weights.append(Weight(SCORE, "linear", 1, model.hidden))
     elif not model.tied:
-        found.append(Weight("lm_head", "linear", model.vocabulary, model.hidden, model.head_bias))
+        weights.append(Weight("lm_head", "linear", model.vocabulary, model.hidden, model.head_bias))
     elif model.head_bias:
-        found.append(Weight("lm_head.bias", "norm", model.vocabulary))
-    return tuple(found)
+        weights.append(Weight("lm_head.bias", "norm", model.vocabulary))
+    return tuple(weights)
 
 
 @lru_cache(maxsize=4)
 def distinct_weights(model: Architecture, *, reward_head: bool = False) -> tuple[tuple[Weight, int], ...]:
     """Return the weights that differ in more than their layer, named as by `module_name`, with their numbers."""
-    every = weights(model, reward_head=reward_head)
+    every = all_weights(model, reward_head=reward_head)
     return tuple(Counter(replace(one, name=module_name(one.name)) for one in every).items())
 
 
-def modules(model: Architecture) -> frozenset[str] | None:
+def module_names(model: Architecture) -> frozenset[str] | None:
     """Return the names of all modules with weights and of their parents; None if they are not certain.
 
     The layout of experts differs between versions of transformers.
     """
     if model.experts is not None:
         return None
-    paths = [one.name.split(".") for one in weights(model, reward_head=True)]
+    paths = [one.name.split(".") for one in all_weights(model, reward_head=True)]
     return frozenset({"lm_head", *(".".join(path[:end]) for path in paths for end in range(1, len(path) + 1))})
 
 
-def total(model: Architecture, *, reward_head: bool = False) -> int:
+def total_parameters(model: Architecture, *, reward_head: bool = False) -> int:
     """Return the number of parameters of the model without adapters."""
     return sum(one.count * number for one, number in distinct_weights(model, reward_head=reward_head))
 
@@ -110,28 +110,33 @@ class Trained:
         tokens = 0 if self.tokens is None else self.tokens.count
         return self.adapter + tokens + sum(one.count for one in self.whole)
 
-    def adapter_of(self, one: Weight) -> int:
+    def adapter_of(self, weight: Weight) -> int:
         """Return the number of parameters that the adapter adds to a layer."""
-        return self.rank_of(one) * (one.rows + one.columns) + (one.rows if self.dora else 0)
+        return self.rank_of(weight) * (weight.rows + weight.columns) + (weight.rows if self.dora else 0)
 
-    def rank_of(self, one: Weight) -> int:
+    def rank_of(self, weight: Weight) -> int:
         """Return the rank of a layer's adapter, summed over experts; doubled for two matrices stored as one."""
-        joined = one.kind == "experts" and one.is_named("gate_up_proj")
-        return self.rank * one.copies * (2 if joined else 1)
+        joined = weight.kind == "experts" and weight.is_named("gate_up_proj")
+        return self.rank * weight.copies * (2 if joined else 1)
 
     @cached_property
     def tensors(self) -> tuple[tuple[str, int, int], ...]:
         """Each trained tensor as (kind of weight or `adapter`, rows, columns); a vector has one column."""
-        found: list[tuple[str, int, int]] = []
-        for one in self.whole:
-            found += [(one.kind, one.rows * one.copies, one.columns)] if one.kind != "norm" else []
-            found += [(one.kind, one.rows // one.tensors, 1)] * one.tensors if one.kind == "norm" else []
-            found += [("norm", one.rows, 1)] if one.bias else []
-        for one in self.adapted:
-            found += [("adapter", self.rank_of(one), one.columns), ("adapter", one.rows, self.rank_of(one))]
-            found += [("adapter", one.rows, 1)] if self.dora else []
-        found += [] if self.tokens is None else [("adapter", self.tokens.rows, self.tokens.columns)]
-        return tuple(found)
+        tensors: list[tuple[str, int, int]] = []
+        for weight in self.whole:
+            tensors += [(weight.kind, weight.rows * weight.copies, weight.columns)] if weight.kind != "norm" else []
+            tensors += (
+                [(weight.kind, weight.rows // weight.tensors, 1)] * weight.tensors if weight.kind == "norm" else []
+            )
+            tensors += [("norm", weight.rows, 1)] if weight.bias else []
+        for weight in self.adapted:
+            tensors += [
+                ("adapter", self.rank_of(weight), weight.columns),
+                ("adapter", weight.rows, self.rank_of(weight)),
+            ]
+            tensors += [("adapter", weight.rows, 1)] if self.dora else []
+        tensors += [] if self.tokens is None else [("adapter", self.tokens.rows, self.tokens.columns)]
+        return tuple(tensors)
 
     @cached_property
     def whole_modules(self) -> frozenset[str]:
@@ -148,7 +153,7 @@ class CannotTrain(ValueError):
     """Configuration with which this model cannot be trained; the message is a sentence."""
 
 
-def trained(model: Architecture, config: TrainingConfig) -> Trained:
+def trainable_part(model: Architecture, config: TrainingConfig) -> Trained:
     """Return the trainable part of the model under an effective configuration (`lora_r` null: everything).
 
     Raises:
@@ -156,11 +161,11 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
     """
     reward = METHODS[config.method].has_reward_head
     if config.lora_r is None:
-        return Trained(weights(model, reward_head=reward), (), 0, False)
+        return Trained(all_weights(model, reward_head=reward), (), 0, False)
     targets = None if config.target_modules is None else tuple(config.target_modules)
     saved = (*(config.modules_to_save or ()), *([SCORE] if reward else []))
     layers = None if config.layers_to_transform is None else frozenset(config.layers_to_transform)
-    adapted = _adapted(
+    adapted = _part_with_adapter(
         model, reward, config.lora_r, targets, saved, layers, has_dropout=config.lora_dropout > 0, dora=config.use_dora
     )
     if not config.trainable_token_indices:
@@ -170,7 +175,7 @@ def trained(model: Architecture, config: TrainingConfig) -> Trained:
 
 
 @lru_cache(maxsize=8)  # called for each choice and each advised change, which have the same adapter
-def _adapted(
+def _part_with_adapter(
     model: Architecture,
     reward: bool,
     rank: int,
@@ -181,14 +186,16 @@ def _adapted(
     has_dropout: bool,
     dora: bool,
 ) -> Trained:
-    every = weights(model, reward_head=reward)
+    every = all_weights(model, reward_head=reward)
     linear = [one for one in every if one.kind == "linear" and one.name not in ("lm_head", SCORE)]
     if layers is not None:
         linear = [one for one in linear if _layer_of(one.name) in layers]
         if not linear:
             raise CannotTrain(f"`layers_to_transform`: this model has no layer {', '.join(map(str, sorted(layers)))}.")
     if targets is not None:
-        linear = _named_weights(linear, targets, _endings, "`target_modules`: this model has no linear layer named")
+        linear = _named_weights(
+            linear, targets, _name_endings, "`target_modules`: this model has no linear layer named"
+        )
     elif layers is None and model.family in ADAPTED_EXPERTS and any(one.kind == "experts" for one in every):
         if has_dropout or dora:
             raise CannotTrain(
@@ -196,8 +203,8 @@ def _adapted(
                 "`lora_dropout` 0 and without `use_dora`. Change these options, or set `target_modules`."
             )
         linear += [one for one in every if one.kind in ("experts", "router")]
-    saveable = _saveable(model, every, reward)
-    whole = _named_weights(saveable, saved, _parts, "`modules_to_save`: this model has no module named")
+    saveable = _saveable_weights(model, every, reward)
+    whole = _named_weights(saveable, saved, _module_names_of, "`modules_to_save`: this model has no module named")
     whole_names = {one.name for one in whole}
     return Trained(tuple(whole), tuple(one for one in linear if one.name not in whole_names), rank, dora)
 
@@ -223,13 +230,13 @@ def _named_weights(
     return selected
 
 
-def _endings(weight: str) -> Iterator[str]:
+def _name_endings(weight: str) -> Iterator[str]:
     """Yield the names that match a weight in `target_modules`: its own, and what follows each of its dots."""
     parts = weight.split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))
 
 
-def _parts(weight: str) -> Iterator[str]:
+def _module_names_of(weight: str) -> Iterator[str]:
     """Yield the names that match a weight in `modules_to_save`: of each module that is it or contains it."""
     parts = weight.split(".")
     return (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
@@ -249,13 +256,13 @@ def module_name(weight: str) -> str:
     return ".".join(parts[1:]) if parts[0] in ("layer", "model", "transformer") else weight
 
 
-def _saveable(model: Architecture, every: tuple[Weight, ...], reward: bool) -> tuple[Weight, ...]:
+def _saveable_weights(model: Architecture, every: tuple[Weight, ...], reward: bool) -> tuple[Weight, ...]:
     # A tied head gets its own copy of the matrix when it is trained.
     tied = model.tied and not reward
     return (*every, Weight("lm_head", "linear", model.vocabulary, model.hidden)) if tied else every
 
 
-def _backbone(model: Architecture) -> Iterator[Weight]:
+def _backbone_weights(model: Architecture) -> Iterator[Weight]:
     gpt2 = model.family == "gpt2"
     base, blocks, last = ("transformer", "h", "ln_f") if gpt2 else ("model", "layers", "norm")
     if model.family == "phi":
@@ -264,27 +271,27 @@ def _backbone(model: Architecture) -> Iterator[Weight]:
     if model.learnt_positions:
         yield Weight(f"{base}.wpe", "embedding", model.learnt_positions, model.hidden)
     for at in range(model.layers):
-        yield from layer(model, at, f"{base}.{blocks}.{at}")
-    yield _norm(model, f"{base}.{last}", model.hidden)
+        yield from layer_weights(model, at, f"{base}.{blocks}.{at}")
+    yield _norm_weight(model, f"{base}.{last}", model.hidden)
 
 
-def layer(model: Architecture, at: int, prefix: str = "layer") -> Iterator[Weight]:
+def layer_weights(model: Architecture, at: int, prefix: str = "layer") -> Iterator[Weight]:
     """Yield the weights of layer `at` (0-based)."""
     names = _NORMS.get(model.family, ("input_layernorm", "post_attention_layernorm"))
-    yield _norm(model, f"{prefix}.{names[0]}", model.hidden)
-    yield from _attention(model, f"{prefix}.{'attn' if model.family == 'gpt2' else 'self_attn'}")
+    yield _norm_weight(model, f"{prefix}.{names[0]}", model.hidden)
+    yield from _attention_weights(model, f"{prefix}.{'attn' if model.family == 'gpt2' else 'self_attn'}")
     for name in names[1:]:
-        yield _norm(model, f"{prefix}.{name}", model.hidden)
+        yield _norm_weight(model, f"{prefix}.{name}", model.hidden)
     experts = model.experts_of(at)
     if experts is None:
-        yield from _mlp(model, f"{prefix}.mlp", model.intermediate)
+        yield from _mlp_weights(model, f"{prefix}.mlp", model.intermediate)
         return
     yield Weight(f"{prefix}.mlp.gate", "router", experts.number, model.hidden)
-    wide, mlp = 2 * experts.width, f"{prefix}.mlp.experts"
-    yield Weight(f"{mlp}.gate_up_proj", "experts", wide, model.hidden, copies=experts.number)
+    gate_and_up_width, mlp = 2 * experts.width, f"{prefix}.mlp.experts"
+    yield Weight(f"{mlp}.gate_up_proj", "experts", gate_and_up_width, model.hidden, copies=experts.number)
     yield Weight(f"{mlp}.down_proj", "experts", model.hidden, experts.width, copies=experts.number)
     if experts.shared_width:
-        yield from _mlp(model, f"{prefix}.mlp.shared_expert", experts.shared_width)
+        yield from _mlp_weights(model, f"{prefix}.mlp.shared_expert", experts.shared_width)
         yield Weight(f"{prefix}.mlp.shared_expert_gate", "linear", 1, model.hidden)
 
 
@@ -300,23 +307,23 @@ _NORMS = {
 """Norms of a layer in families that deviate from one before attention and one before the MLP."""
 
 
-def _attention(model: Architecture, prefix: str) -> Iterator[Weight]:
-    wide, narrow = model.heads * model.head_width, model.kv_heads * model.head_width
+def _attention_weights(model: Architecture, prefix: str) -> Iterator[Weight]:
+    query_width, kv_width = model.heads * model.head_width, model.kv_heads * model.head_width
     if model.family in ("gpt2", "phi3"):
         name = "c_attn" if model.family == "gpt2" else "qkv_proj"
-        yield Weight(f"{prefix}.{name}", "linear", wide + 2 * narrow, model.hidden, model.qkv_bias)
+        yield Weight(f"{prefix}.{name}", "linear", query_width + 2 * kv_width, model.hidden, model.qkv_bias)
     else:
-        for name, rows in (("q_proj", wide), ("k_proj", narrow), ("v_proj", narrow)):
+        for name, rows in (("q_proj", query_width), ("k_proj", kv_width), ("v_proj", kv_width)):
             yield Weight(f"{prefix}.{name}", "linear", rows, model.hidden, model.qkv_bias)
     if model.head_norms:
         suffix = "layernorm" if model.family == "phi" else "norm"
-        yield _norm(model, f"{prefix}.q_{suffix}", model.head_width)
-        yield _norm(model, f"{prefix}.k_{suffix}", model.head_width)
+        yield _norm_weight(model, f"{prefix}.q_{suffix}", model.head_width)
+        yield _norm_weight(model, f"{prefix}.k_{suffix}", model.head_width)
     out = {"gpt2": "c_proj", "phi": "dense"}.get(model.family, "o_proj")
-    yield Weight(f"{prefix}.{out}", "linear", model.hidden, wide, model.out_bias)
+    yield Weight(f"{prefix}.{out}", "linear", model.hidden, query_width, model.out_bias)
 
 
-def _mlp(model: Architecture, prefix: str, width: int) -> Iterator[Weight]:
+def _mlp_weights(model: Architecture, prefix: str, width: int) -> Iterator[Weight]:
     names = _UP.get(model.family, ("gate_proj", "up_proj"))
     for name in names:
         rows = 2 * width if name == "gate_up_proj" else width
@@ -328,6 +335,6 @@ def _mlp(model: Architecture, prefix: str, width: int) -> Iterator[Weight]:
 _UP = {"gpt2": ("c_fc",), "phi": ("fc1",), "phi3": ("gate_up_proj",)}
 
 
-def _norm(model: Architecture, name: str, width: int) -> Weight:
+def _norm_weight(model: Architecture, name: str, width: int) -> Weight:
     vectors = 2 if model.norm == "layer" else 1
     return Weight(name, "norm", vectors * width, tensors=vectors)

@@ -91,7 +91,7 @@ def micro_batch(model: Architecture, config: TrainingConfig, length: int, rows: 
     return Batch(sequences, length, masked=sequences > 1)
 
 
-def plan(model: Architecture, config: TrainingConfig, data: Data, devices: int = 1) -> Plan:
+def plan_steps(model: Architecture, config: TrainingConfig, data: Data, devices: int = 1) -> Plan:
     """Return steps, tokens and the largest micro-batch of an effective configuration on a dataset."""
     step_plan = make_step_plan(config, data, max_sequence_length(model, config), devices)
     batch = micro_batch(model, config, step_plan.largest, step_plan.rows)
@@ -106,14 +106,14 @@ def make_step_plan(config: TrainingConfig, data: Data, most: int, devices: int =
     if config.trainer_options.data_source is not None:
         return _data_source_step_plan(config, most)
     assumed: list[str] = []
-    mean, largest = _lengths(config, data, most, assumed)
+    mean, largest = _sequence_lengths(config, data, most, assumed)
     if config.generation is not None:
         mean, largest = mean + config.generation.max_completion_length, most
         assumed.append(f"Completions are assumed to have `{config.method}.max_completion_length` tokens.")
     mean = max(min(mean, most), 1.0)
     if config.packing:
         assumed.append("Packed sequences are assumed to be full.")
-    return _in_steps(config, _rows(config, data), mean, max(min(largest, most), 2), most, devices, assumed)
+    return _in_steps(config, _training_rows(config, data), mean, max(min(largest, most), 2), most, devices, assumed)
 
 
 def _data_source_step_plan(config: TrainingConfig, most: int) -> StepPlan:
@@ -125,7 +125,7 @@ def _data_source_step_plan(config: TrainingConfig, most: int) -> StepPlan:
     return StepPlan(steps=steps, tokens=None, attended=float(most), largest=max(most, 2), assumptions=[allowed])
 
 
-def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) -> tuple[float, int]:
+def _sequence_lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) -> tuple[float, int]:
     """Return mean and maximum tokens of a sequence before truncation; append the basis to `assumed`."""
     pairs = METHODS[config.method].has_pairs
     if data.tokens is not None:
@@ -164,7 +164,7 @@ def _lengths(config: TrainingConfig, data: Data, most: int, assumed: list[str]) 
     return mean, largest
 
 
-def _rows(config: TrainingConfig, data: Data) -> int:
+def _training_rows(config: TrainingConfig, data: Data) -> int:
     """Return the number of training rows; `eval_split` holds out at least one row and leaves at least one."""
     held = max(round(data.rows * config.eval_split), 1) if config.eval_split > 0 else 0
     return max(data.rows - held, 1)

@@ -20,9 +20,9 @@ async def create_experiment(
     body: ExperimentCreate, session: Session, caller: CurrentCaller, response: Response
 ) -> ExperimentView:
     """Create an experiment, a group of runs to compare."""
-    experiment = await service.create(session, body, caller.key_id)
+    experiment = await service.create_experiment(session, body, caller.key_id)
     response.headers["Location"] = f"/v1/experiments/{experiment.id}"
-    return await _view(session, experiment.id)
+    return await _read_view(session, experiment.id)
 
 
 @router.get("")
@@ -30,21 +30,21 @@ async def list_experiments(
     session: Session, paging: PageQuery, find: FindQuery = None, search: SearchQuery = None
 ) -> Page[ExperimentSummary]:
     """List experiments, newest first."""
-    rows, has_more = await service.page(session, paging, find, search)
+    rows, has_more = await service.list_experiments(session, paging, find, search)
     return Page(data=[ExperimentSummary.model_validate(row) for row in rows], has_more=has_more)
 
 
 @router.get("/{experiment_id}")
 async def get_experiment(experiment_id: str, session: Session) -> ExperimentView:
     """Get an experiment with the status counts of its runs and its best run."""
-    return await _view(session, experiment_id)
+    return await _read_view(session, experiment_id)
 
 
 @router.patch("/{experiment_id}")
 async def edit_experiment(experiment_id: str, body: ExperimentEdit, session: Session) -> ExperimentView:
     """Change name, description, tags or the quota of devices (`max_devices`), which null removes."""
-    await service.edit(session, experiment_id, body)
-    return await _view(session, experiment_id)
+    await service.edit_experiment(session, experiment_id, body)
+    return await _read_view(session, experiment_id)
 
 
 @router.delete(
@@ -62,14 +62,14 @@ async def delete_experiment(
     ] = False,
 ) -> None:
     """Delete an experiment. One that has runs is refused, unless `cascade` is set."""
-    await service.remove(session, experiment_id, cascade=cascade)
+    await service.remove_experiment(session, experiment_id, cascade=cascade)
     after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
 
 
-async def _view(session: Session, experiment_id: str) -> ExperimentView:
-    experiment = await service.get(session, experiment_id)
+async def _read_view(session: Session, experiment_id: str) -> ExperimentView:
+    experiment = await service.get_experiment(session, experiment_id)
     return ExperimentView(
         **ExperimentSummary.model_validate(experiment).model_dump(),
-        **dict(await service.contents(session, experiment_id)),
+        **dict(await service.count_contents(session, experiment_id)),
         best_runs=await service.best_runs(session, experiment_id),
     )

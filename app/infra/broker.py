@@ -111,7 +111,7 @@ class Broker:
 
     async def start(self) -> None:
         """Start listening for wake-ups."""
-        self._listening = asyncio.create_task(self._listen(), name="wake-ups")
+        self._listening = asyncio.create_task(self._listen_forever(), name="wake-ups")
 
     async def close(self) -> None:
         """Stop listening and close every connection."""
@@ -122,7 +122,7 @@ class Broker:
         await asyncio.to_thread(self._sender.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._celery.close)
 
-    async def hint(self, count: int = 1) -> bool:
+    async def wake_workers(self, count: int = 1) -> bool:
         """Notify `count` idle worker threads of pending runs; return False while the broker is unreachable."""
         try:
             # Hints do not expire: Celery would check that against the worker's clock, and a worker whose clock is ahead
@@ -132,20 +132,20 @@ class Broker:
                 self._has_room = await self._redis.llen(QUEUE) < MAX_NOTIFICATIONS
                 self._counted_at, self._is_unreachable = now, False
             if self._has_room:
-                await asyncio.get_running_loop().run_in_executor(self._sender, self._send, count)
+                await asyncio.get_running_loop().run_in_executor(self._sender, self._send_tasks, count)
         except Exception as error:  # for any error of the broker's client, the dispatcher sends hints again
             # Until the next check, no other call waits for a broker that hangs.
             self._has_room, self._is_unreachable = False, True
             log.warning("could not send a hint; the dispatcher will send it: %s", error)
         return not self._is_unreachable
 
-    async def wake(self, run_id: str) -> None:
+    async def wake_streams(self, run_id: str) -> None:
         """Notify the streams of a run of new events."""
-        await self._publish(events_channel(run_id), "")
+        await self._publish_message(events_channel(run_id), "")
 
     async def call_worker(self, run_id: str) -> None:
         """Notify a run's worker of a requested stop or action, which it would otherwise see at its next renewal."""
-        await self._publish(CONTROL_CHANNEL, run_id)
+        await self._publish_message(CONTROL_CHANNEL, run_id)
 
     async def write_error(self) -> str | None:
         """Return why Redis cannot be written to, its own words if it refuses; None if it can."""
@@ -163,27 +163,27 @@ class Broker:
         """True while the subscription is active; without it streams poll."""
         return self._pubsub is not None
 
-    async def listen(self, run_id: str, callback: Callable[[], None]) -> None:
+    async def add_listener(self, run_id: str, callback: Callable[[], None]) -> None:
         """Call `callback` whenever a run has new events, or may have had some that were missed."""
         self._listeners[events_channel(run_id)] = callback
-        await self._subscription("subscribe", run_id)
+        await self._change_subscription("subscribe", run_id)
 
-    async def unlisten(self, run_id: str) -> None:
+    async def remove_listener(self, run_id: str) -> None:
         """Remove the callback of a run."""
         self._listeners.pop(events_channel(run_id), None)
-        await self._subscription("unsubscribe", run_id)
+        await self._change_subscription("unsubscribe", run_id)
 
-    def _send(self, count: int) -> None:
+    def _send_tasks(self, count: int) -> None:
         for _ in range(count if self._has_room else 0):
             self._celery.send_task(TASK, ignore_result=True, retry=False)
 
-    async def _publish(self, channel: str, message: str) -> None:
+    async def _publish_message(self, channel: str, message: str) -> None:
         try:
             await self._redis.publish(channel, message)
         except (RedisError, OSError) as error:
             log.debug("could not publish a wake-up on %s: %s", channel, error)
 
-    async def _subscription(self, verb: str, run_id: str) -> None:
+    async def _change_subscription(self, verb: str, run_id: str) -> None:
         pubsub = self._pubsub
         if pubsub is None:
             return
@@ -192,7 +192,7 @@ class Broker:
         except (RedisError, OSError) as error:
             log.debug("%s for %s failed; its streams poll instead: %s", verb, run_id, error)
 
-    async def _listen(self) -> None:
+    async def _listen_forever(self) -> None:
         while not self._closing:
             try:
                 # Subscribe confirmations are not ignored here: an ignored one would look like a timeout, and a

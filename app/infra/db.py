@@ -144,7 +144,7 @@ def is_conflict(error: BaseException) -> bool:
     return isinstance(original, psycopg.errors.DeadlockDetected | psycopg.errors.SerializationFailure)
 
 
-def column(values: Iterable[object]) -> str:
+def join_column(values: Iterable[object]) -> str:
     """Join the values of a column into one text, for `string_to_table(…, chr(31))`.
 
     Serializing an array takes many times as long. Neither JSON nor a number contains this character unescaped.
@@ -157,6 +157,6 @@ def session_maker(engine: AsyncEngine) -> async_sessionmaker[AsyncSession]:
     return async_sessionmaker(engine, expire_on_commit=False)
 
 
-def seconds(value: float) -> ColumnElement[Any]:
+def interval_seconds(value: float) -> ColumnElement[Any]:
     """Build an interval; all leases and delays use the database's clock."""
     return func.make_interval(0, 0, 0, 0, 0, 0, literal(value))

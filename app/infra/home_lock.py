@@ -61,22 +61,22 @@ def is_held(home: Path) -> bool:
         os.close(descriptor)
 
 
-def holder(home: Path) -> int | None:
+def holder_pid(home: Path) -> int | None:
     """Return the process id of the running `anneal up` of this home, if it is visible from here."""
-    found = _open_holder(home)
-    if found is None:
+    holder = _open_holder(home)
+    if holder is None:
         return None
-    with found:
-        return found.pid
+    with holder:
+        return holder.pid
 
 
 def stop_holder(home: Path) -> "Holder | None":
     """Ask the `anneal up` of this home to stop and return it; None if none runs here that this user may stop."""
-    found = _open_holder(home)
-    if found is not None and not found.stop():
-        found.close()
+    holder = _open_holder(home)
+    if holder is not None and not holder.stop():
+        holder.close()
         return None
-    return found
+    return holder
 
 
 class Holder:

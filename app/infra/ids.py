@@ -28,17 +28,17 @@ def new_id(prefix: str) -> str:
         if value <= _last <= value + (_MAX_LEAD_SECONDS * 1000 << 80):
             value = _last + 1
         _last = value
-    return f"{prefix}_" + _encode(value)
+    return f"{prefix}_" + _encode_base32(value)
 
 
-def _encode(value: int) -> str:
+def _encode_base32(value: int) -> str:
     return "".join(_ALPHABET[value >> shift & 31] for shift in range(125, -1, -5))
 
 
 def id_at(prefix: str, moment: datetime) -> str:
     """Return the smallest id that could have been created at `moment`, as a bound for time ranges."""
     value = max(0, int(moment.timestamp() * 1000)) << 80  # no ids exist from before 1970
-    return f"{prefix}_" + _encode(value)
+    return f"{prefix}_" + _encode_base32(value)
 
 
 def is_id(text: str, prefix: str) -> bool:

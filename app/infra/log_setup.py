@@ -17,7 +17,7 @@ from app.infra.lean_structlog import (
     format_exc_info,
     merge_contextvars,
 )
-from app.infra.redaction import redact
+from app.infra.redaction import redact_secrets
 
 Format = Literal["json", "console"]
 EventDict = MutableMapping[str, Any]
@@ -29,9 +29,11 @@ _ONLY_WARNINGS = ("alembic", "celery", "httpcore", "httpx", "kombu")
 
 def set_up(chosen: Format | None) -> None:
     """Log to standard error in the chosen format; None selects `console` on a terminal and `json` otherwise."""
-    render = _console if (chosen or ("console" if sys.stderr.isatty() else "json")) == "console" else _json
+    render = (
+        _render_console if (chosen or ("console" if sys.stderr.isatty() else "json")) == "console" else _render_json
+    )
     handler = logging.StreamHandler()
-    handler.setFormatter(_formatter(render))
+    handler.setFormatter(_build_formatter(render))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in _ONLY_WARNINGS:
@@ -56,10 +58,10 @@ class _Redacting(ProcessorFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         # They are never logged on purpose, but an error of a library may contain one.
-        return redact(super().format(record))
+        return redact_secrets(super().format(record))
 
 
-def _formatter(render: Callable[[Any, str, EventDict], str]) -> ProcessorFormatter:
+def _build_formatter(render: Callable[[Any, str, EventDict], str]) -> ProcessorFormatter:
     return _Redacting(
         foreign_pre_chain=[
             merge_contextvars,
@@ -78,12 +80,12 @@ def _without_colors(_logger: Any, _name: str, event: EventDict) -> EventDict:
     return event
 
 
-def _json(_logger: Any, _name: str, event: EventDict) -> str:
+def _render_json(_logger: Any, _name: str, event: EventDict) -> str:
     ordered = {name: event.pop(name) for name in _LEADING_FIELDS}
     return json.dumps({**ordered, **event}, ensure_ascii=False, default=str)
 
 
-def _console(_logger: Any, _name: str, event: EventDict) -> str:
+def _render_console(_logger: Any, _name: str, event: EventDict) -> str:
     timestamp, level, logger, message = (event.pop(name) for name in _LEADING_FIELDS)
     traceback = event.pop("exception", None)
     ids = "".join(f" {name}={value}" for name, value in event.items() if value is not None)

@@ -15,17 +15,17 @@ _OF_URL = re.compile(
 _WORD = re.compile(r"\S+")
 
 
-def redact(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """Replace API keys, credentials of URLs and passwords of connection strings by `[redacted]`."""
     if "@" in text:
         text = _WORD.sub(_without_credentials, text)
-    return _SECRET.sub(_redacted, text)
+    return _SECRET.sub(_redact_match, text)
 
 
 def _without_credentials(word: re.Match[str]) -> str:
     before, at, after = word[0].rpartition("@")
-    return _OF_URL.sub(_redacted, before + at) + after
+    return _OF_URL.sub(_redact_match, before + at) + after
 
 
-def _redacted(found: re.Match[str]) -> str:
-    return f"{next(filter(None, found.groups()))}[redacted]"
+def _redact_match(match: re.Match[str]) -> str:
+    return f"{next(filter(None, match.groups()))}[redacted]"

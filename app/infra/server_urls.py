@@ -17,9 +17,9 @@ def resolve_urls(settings: Settings) -> Settings:
     check_urls(settings)
     if settings.database_url and settings.redis_url:
         return settings
-    found = read_json(settings.home / "embedded.json") or {}
-    database_url = settings.database_url or found.get("database_url")
-    redis_url = settings.redis_url or found.get("redis_url")
+    embedded = read_json(settings.home / "embedded.json") or {}
+    database_url = settings.database_url or embedded.get("database_url")
+    redis_url = settings.redis_url or embedded.get("redis_url")
     if not database_url or not redis_url:
         missing = "ANNEAL_DATABASE_URL" if not database_url else "ANNEAL_REDIS_URL"
         raise SetupError(f"No server is running for {settings.home}: start `anneal up` first or set {missing}.")

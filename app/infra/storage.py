@@ -85,7 +85,7 @@ class Storage:
         return await self._transfers.run(work, *arguments, **named)
 
     @contextmanager
-    def staging(self) -> Iterator[Path]:
+    def staging_folder(self) -> Iterator[Path]:
         """Provide a new temporary folder; what is not promoted out of it is deleted at the end."""
         folder = self.root / "staging" / uuid4().hex
         folder.mkdir(parents=True, mode=0o700)
@@ -97,21 +97,21 @@ class Storage:
     def sweep_staging(self, older_than_seconds: float) -> int:
         """Remove staging folders left by killed processes; return their number."""
         removed = 0
-        for folder in self._folders("staging"):
+        for folder in self._list_folders("staging"):
             with skipping_errors(log, "cannot remove the unfinished upload %s", folder):
-                if _age(folder) > older_than_seconds:
+                if _age_seconds(folder) > older_than_seconds:
                     remove_tree(folder)
                     removed += 1
         return removed
 
-    def promote(self, source: Path, target: Path) -> None:
-        """Move a finished file or folder of `staging()` to its target durably (with fsync)."""
+    def promote_staged(self, source: Path, target: Path) -> None:
+        """Move a finished file or folder of `staging_folder()` to its target durably (with fsync)."""
         if source.is_file():
-            fsync(source)
+            fsync_path(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)
         for folder in target.parents:
-            fsync(folder)
+            fsync_path(folder)
             if folder == self.root:
                 break
 
@@ -120,14 +120,14 @@ class Storage:
         return self._dataset_dir(dataset_id) / f"data.{extension}"
 
     def store_dataset(self, source: Path, dataset_id: str, extension: str) -> None:
-        """Move a finished file of `staging()` to the place of a dataset, durably and completely or not at all.
+        """Move a finished file of `staging_folder()` to the place of a dataset, durably and completely or not at all.
 
         Raises:
             StoreUnavailable: The object store accepts no more.
         """
         target = self.dataset_file(dataset_id, extension)
         if self.objects is None:
-            self.promote(source, target)
+            self.promote_staged(source, target)
             return
         with source.open("rb") as file:
             pieces = iter(lambda: file.read(PIECE_BYTES), b"")
@@ -176,17 +176,17 @@ class Storage:
                 with skipping_errors(log, "cannot remove the dataset %s that was put aside", name):
                     self.objects.remove(f"aside/{name}")
             return
-        for folder in self._folders("aside"):
+        for folder in self._list_folders("aside"):
             with skipping_errors(log, "cannot remove the dataset %s that was put aside", folder):
-                if _age(folder) > older_than_seconds:
+                if _age_seconds(folder) > older_than_seconds:
                     remove_tree(folder)
 
     def dataset_ids(self, older_than_seconds: float) -> list[str]:
         """Return the ids of datasets whose files were last changed longer ago than this."""
         if self.objects is not None:
             return [it for it in self._old_objects(self.objects, "datasets", older_than_seconds) if is_id(it, "ds")]
-        folders = self._folders("datasets")
-        return [it.name for it in folders if is_id(it.name, "ds") and _age(it) > older_than_seconds]
+        folders = self._list_folders("datasets")
+        return [it.name for it in folders if is_id(it.name, "ds") and _age_seconds(it) > older_than_seconds]
 
     def token_cache(self, user: str | None) -> Path:
         """Return the folder of tokenized data of one Unix user's runs (None: the worker's user); may be deleted."""
@@ -199,7 +199,7 @@ class Storage:
 
     def run_dir(self, run_id: str) -> Path:
         """Return the folder of a run."""
-        return self.runs / _checked(run_id, "run")
+        return self.runs / _check_id(run_id, "run")
 
     def remove_run(self, run_id: str) -> None:
         """Remove the folder of a run if it exists.
@@ -207,9 +207,9 @@ class Storage:
         Raises:
             OSError, StoreUnavailable: Something cannot be removed now.
         """
-        self._remove(self.run_dir(run_id))
+        self._remove_folder(self.run_dir(run_id))
 
-    def journal(self, run_id: str) -> Path:
+    def journal_path(self, run_id: str) -> Path:
         """Return the path of the journal that the trainers of all attempts of a run write, if they are to."""
         return self.run_dir(run_id) / "journal.jsonl"
 
@@ -217,7 +217,7 @@ class Storage:
         """Return the folder that only one attempt writes."""
         return self.run_dir(run_id) / f"a{attempt}"
 
-    def shown(self, run_id: str, attempt: int, name: str) -> str:
+    def shown_path(self, run_id: str, attempt: int, name: str) -> str:
         """Return a path in `attempt_dir` as text, for lists: creating a `Path` for each takes longer than the query."""
         return f"{self.name}/runs/{run_id}/a{attempt}/{name}"
 
@@ -233,7 +233,7 @@ class Storage:
 
     def remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
         """Remove the folder of a checkpoint if it exists; raises as `remove_run` does."""
-        self._remove(self.named_checkpoint(run_id, attempt, name))
+        self._remove_folder(self.named_checkpoint(run_id, attempt, name))
 
     def fetch_dir(self, checkpoint: Path, own_name: str) -> Path:
         """Return the folder in which a worker stages a checkpoint that it fetches.
@@ -260,9 +260,9 @@ class Storage:
         return self.attempt_dir(run_id, attempt) / "records.manifest.json"
 
     def _dataset_dir(self, dataset_id: str) -> Path:
-        return self.root / "datasets" / _checked(dataset_id, "ds")
+        return self.root / "datasets" / _check_id(dataset_id, "ds")
 
-    def _remove(self, folder: Path) -> None:
+    def _remove_folder(self, folder: Path) -> None:
         if self.objects is not None:
             self.objects.remove(self.key_of(folder))
         with suppress(FileNotFoundError):
@@ -271,13 +271,13 @@ class Storage:
     def _old_objects(self, objects: ObjectStore, name: str, older_than_seconds: float) -> list[str]:
         """Return the folders below a key of which every file was last changed longer ago than this."""
         newest: dict[str, float] = {}
-        for one in objects.list(name):
-            folder = one.key.split("/")[1]
-            newest[folder] = max(newest.get(folder, 0.0), one.modified)
+        for file in objects.list(name):
+            folder = file.key.split("/")[1]
+            newest[folder] = max(newest.get(folder, 0.0), file.modified)
         now = time.time()
         return [folder for folder, modified in newest.items() if now - modified > older_than_seconds]
 
-    def _folders(self, name: str) -> list[Path]:
+    def _list_folders(self, name: str) -> list[Path]:
         parent = self.root / name
         return [it for it in parent.iterdir() if it.is_dir()] if parent.is_dir() else []
 
@@ -287,7 +287,7 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -296,13 +296,13 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _checked(id: str, prefix: str) -> str:
+def _check_id(id: str, prefix: str) -> str:
     if not is_id(id, prefix):
         raise OutsideStorage(f"not an id of the form {prefix}_…: {id!r}")
     return id
 
 
-def _age(path: Path) -> float:
+def _age_seconds(path: Path) -> float:
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:

@@ -27,30 +27,30 @@ class BadJson(ValueError):
         self.message = message
 
 
-def parse(raw: bytes, most_values: int = MAX_VALUES) -> Any:
+def parse_json(raw: bytes, most_values: int = MAX_VALUES) -> Any:
     """Parse UTF-8 JSON; raises `BadJson`. More than a megabyte waits for its turn, so call it in a thread."""
     return _parse_in_turn(raw, most_values, _DECODER)
 
 
 def parse_with_gaps(raw: bytes) -> tuple[Any, bool]:
-    """Parse UTF-8 JSON as `parse` does, with null for NaN and Infinity; return True if there are any.
+    """Parse UTF-8 JSON as `parse_json` does, with null for NaN and Infinity; return True if there are any.
 
     Python writes them for missing and for infinite numbers, though they are not JSON.
     """
     try:
-        return parse(raw), False
+        return parse_json(raw), False
     except _NotJsonConstant:
         return _parse_in_turn(raw, MAX_VALUES, _GAPS_DECODER), True
 
 
 def _parse_in_turn(raw: bytes, most_values: int, decoder: json.JSONDecoder) -> Any:
     if len(raw) <= _LARGE_BYTES:
-        return _parse(raw, most_values, decoder)
+        return _parse_limited(raw, most_values, decoder)
     with _large:
-        return _parse(raw, most_values, decoder)
+        return _parse_limited(raw, most_values, decoder)
 
 
-def _parse(raw: bytes, most_values: int, decoder: json.JSONDecoder) -> Any:
+def _parse_limited(raw: bytes, most_values: int, decoder: json.JSONDecoder) -> Any:
     if len(raw) > most_values and _has_too_many_values(raw, most_values):
         raise BadJson("too_many_values", f"more than {most_values:,} values in lists and objects; split it")
     try:
@@ -75,16 +75,16 @@ def _parse(raw: bytes, most_values: int, decoder: json.JSONDecoder) -> Any:
 
 def _has_too_many_values(raw: bytes, most: int) -> bool:
     """Return True if a text has more values or more strings than allowed; takes memory for few of them."""
-    if _separators(raw) <= most:
+    if _count_separators(raw) <= most:
         return False
     # Most of them may be in a string: without escapes, every quotation mark begins or ends one.
     structure = raw.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_STRUCTURE)
     if structure.count(b'"') > 2 * most:
         return True
-    return _separators(b"".join(structure.split(b'"')[::2])) > most
+    return _count_separators(b"".join(structure.split(b'"')[::2])) > most
 
 
-def _separators(raw: bytes) -> int:
+def _count_separators(raw: bytes) -> int:
     """Return the number of commas and opening brackets, which is at most one below the number of values."""
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
@@ -123,17 +123,17 @@ def _too_deep() -> BadJson:
     return BadJson("too_deep", f"nested more than {MAX_DEPTH} levels deep")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
         # In one pass: a row of 16 MiB may have a million keys.
         times = Counter(name for name, _ in pairs)
         twice = next(name for name, count in times.items() if count > 1)
         raise BadJson("duplicate_key", f"the key {twice[:60]!r} occurs twice")
-    return found
+    return members
 
 
-def _finite(digits: str) -> float:
+def _parse_finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise BadJson("not_finite", f"the number {digits[:30]} is too large")
@@ -148,5 +148,9 @@ def _reject_constant(name: str) -> NoReturn:
     raise _NotJsonConstant("not_finite", f"{name} is not a JSON value; use null or a number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_reject_constant)
-_GAPS_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=lambda _: None)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_require_unique, parse_float=_parse_finite, parse_constant=_reject_constant
+)
+_GAPS_DECODER = json.JSONDecoder(
+    object_pairs_hook=_require_unique, parse_float=_parse_finite, parse_constant=lambda _: None
+)

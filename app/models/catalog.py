@@ -15,8 +15,8 @@ from app.base_models.resolver import BaseModelError
 from app.config import Settings
 from app.contracts.field_types import ModelName
 from app.contracts.schemas.models import ModelRead
-from app.estimator.architecture import UnknownArchitecture, read
-from app.estimator.parameters import total
+from app.estimator.architecture import UnknownArchitecture, read_architecture
+from app.estimator.parameters import total_parameters
 from app.infra.storage import Storage
 
 MOST_MODELS = 1000
@@ -32,15 +32,15 @@ def list_models(settings: Settings, storage: Storage) -> list[ModelRead]:
 
     A folder that is a link counts if it leads below a root; a folder that cannot be read is left out.
     """
-    found: list[ModelRead] = []
+    models: list[ModelRead] = []
     for name, path in _model_folders(settings, storage):
         if not _is_usable(name):
             continue
-        if len(found) == MOST_MODELS:
+        if len(models) == MOST_MODELS:
             break
         with suppress(OSError):
-            found.append(_describe(name, ModelFolder(storage, path)))
-    return sorted(found, key=lambda one: one.id)
+            models.append(_describe_model(name, ModelFolder(storage, path)))
+    return sorted(models, key=lambda one: one.id)
 
 
 def _is_usable(name: str) -> bool:
@@ -59,7 +59,7 @@ def _model_folders(settings: Settings, storage: Storage) -> Iterator[tuple[str, 
         for _ in range(_DEPTH):
             below: list[Path] = []
             for folder in levels:
-                for path in _subfolders(folder):
+                for path in _list_subfolders(folder):
                     seen += 1
                     if seen > _MOST_FOLDERS:
                         return
@@ -76,7 +76,7 @@ def _model_folders(settings: Settings, storage: Storage) -> Iterator[tuple[str, 
             levels = below
 
 
-def _subfolders(folder: Path) -> list[Path]:
+def _list_subfolders(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             return sorted(folder / entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
@@ -84,8 +84,8 @@ def _subfolders(folder: Path) -> list[Path]:
         return []
 
 
-def _describe(name: str, folder: ModelFolder) -> ModelRead:
-    config, is_adapter = folder.read_json("config.json"), folder.has("adapter_config.json")
+def _describe_model(name: str, folder: ModelFolder) -> ModelRead:
+    config, is_adapter = folder.read_json("config.json"), folder.has_file("adapter_config.json")
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
     dtype = config.get("dtype") or config.get("torch_dtype")
@@ -93,18 +93,18 @@ def _describe(name: str, folder: ModelFolder) -> ModelRead:
         id=name,
         is_adapter=is_adapter,
         architecture=architecture and architecture[:200],
-        parameters=None if is_adapter else _parameters(config),
+        parameters=None if is_adapter else _count_parameters(config),
         dtype=dtype[:50] if isinstance(dtype, str) else None,
-        bytes=sum(folder.weights().values()),
-        has_chat_template=folder.has("chat_template.jinja")
-        or folder.has("chat_template.json")
+        bytes=sum(folder.weight_sizes().values()),
+        has_chat_template=folder.has_file("chat_template.jinja")
+        or folder.has_file("chat_template.json")
         or "chat_template" in folder.read_json("tokenizer_config.json"),
         max_seq_length=longest_sequence(folder),
     )
 
 
-def _parameters(config: dict[str, Any]) -> int | None:
+def _count_parameters(config: dict[str, Any]) -> int | None:
     try:
-        return total(read(config))
+        return total_parameters(read_architecture(config))
     except UnknownArchitecture:
         return None

@@ -41,7 +41,7 @@ class Metrics:
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
-    def show(self, snapshot: Snapshot | None) -> None:
+    def set_snapshot(self, snapshot: Snapshot | None) -> None:
         """Set the database figures for the next scrape; None means that the database is unavailable."""
         self._service.snapshot = snapshot
 
@@ -55,25 +55,25 @@ class ServiceCollector(Collector):
         self.snapshot: Snapshot | None = None
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        yield _gauge(
+        yield _build_gauge(
             "anneal_build_info",
             "Always 1.",
             {("version", "python"): {(version("anneal"), platform.python_version()): 1}},
         )
-        yield _gauge("anneal_database_up", "1 if PostgreSQL answered within 3 s.", self.snapshot is not None)
-        yield _gauge(
+        yield _build_gauge("anneal_database_up", "1 if PostgreSQL answered within 3 s.", self.snapshot is not None)
+        yield _build_gauge(
             "anneal_broker_up",
             "1 if this process receives notifications over Redis; without them streams poll every second.",
             self._queue.is_listening,
         )
-        live, catching_up, backlog = self._streams.load()
+        live, catching_up, backlog = self._streams.measure_load()
         states = {("live",): live, ("catching_up",): catching_up}
-        yield _gauge(
+        yield _build_gauge(
             "anneal_streams",
             "Open streams of events and logs: live, or catching_up from the database.",
             {("state",): states},
         )
-        yield _gauge("anneal_stream_backlog_events", "Events read but not yet delivered to streams.", backlog)
+        yield _build_gauge("anneal_stream_backlog_events", "Events read but not yet delivered to streams.", backlog)
         if self.snapshot is not None:
             yield from _database_gauges(self.snapshot)
 
@@ -81,64 +81,66 @@ class ServiceCollector(Collector):
 def _database_gauges(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     by_status: dict[tuple[str, ...], float] = {("pending",): snapshot.waiting}
     by_status |= {(status,): snapshot.live.get(status, 0) for status in LIVE}
-    yield _gauge("anneal_runs", "Runs that have not ended.", {("status",): by_status})
+    yield _build_gauge("anneal_runs", "Runs that have not ended.", {("status",): by_status})
     recent = {(status,): snapshot.recent.get(status, 0) for status in ("pending", *LIVE, *TERMINAL)}
-    yield _gauge(
+    yield _build_gauge(
         "anneal_runs_created_last_day",
         "Runs created within 24 hours, by current status; older runs that ended today are not included.",
         {("status",): recent},
     )
     ended = {(outcome,): snapshot.ended.get(outcome, 0) for outcome in (*_OUTCOMES, *snapshot.ended)}
-    yield _gauge(
+    yield _build_gauge(
         "anneal_attempts_ended_last_day",
         "Attempts that ended within 24 hours, of runs that were created in that time or have not ended: lost (with "
         "their worker), retried, handed_back (by a draining worker), repaired, or the final status of the run.",
         {("outcome",): ended},
     )
-    yield _gauge("anneal_queue_depth", "Runs that wait for a worker.", snapshot.waiting)
-    yield _gauge(
+    yield _build_gauge("anneal_queue_depth", "Runs that wait for a worker.", snapshot.waiting)
+    yield _build_gauge(
         "anneal_queue_oldest_seconds",
         "Seconds for which the longest-waiting run has been ready to start, without the pause before a retry.",
         snapshot.oldest_waiting_seconds,
     )
     steps = {(run_id,): step for run_id, step, _ in snapshot.steps}
-    yield _gauge(
+    yield _build_gauge(
         "anneal_run_step",
         "Optimizer steps completed by a live run, at most ten seconds ago; the newest 200 runs.",
         {("run_id",): steps},
     )
     totals = {(run_id,): total for run_id, _, total in snapshot.steps if total is not None}
-    yield _gauge("anneal_run_planned_steps", "Planned optimizer steps of a live run.", {("run_id",): totals})
+    yield _build_gauge("anneal_run_planned_steps", "Planned optimizer steps of a live run.", {("run_id",): totals})
     states = {(state,): snapshot.workers.get(state, 0) for state in ("online", "draining")}
-    yield _gauge("anneal_workers", "Workers with a recent heartbeat: online or draining.", {("state",): states})
+    yield _build_gauge("anneal_workers", "Workers with a recent heartbeat: online or draining.", {("state",): states})
     kinds = {kind for kind, _ in snapshot.devices}
     devices = {
         (kind, "busy" if busy else "free"): snapshot.devices.get((kind, busy), 0)
         for kind in sorted(kinds)
         for busy in (True, False)
     }
-    yield _gauge("anneal_devices", "Devices of these workers, cuda or cpu, busy or free.", {("kind", "state"): devices})
+    yield _build_gauge(
+        "anneal_devices", "Devices of these workers, cuda or cpu, busy or free.", {("kind", "state"): devices}
+    )
     for name, field, what in _TELEMETRY:
         values = {
             (worker_id, uid): sample[field]
             for worker_id, uid, sample in snapshot.telemetry
             if sample.get(field) is not None
         }
-        yield _gauge(
+        yield _build_gauge(
             name, f"{what} of a GPU, over ten seconds, at most a minute ago.", {("worker_id", "device"): values}
         )
-    yield _gauge(
+    yield _build_gauge(
         "anneal_metrics_query_seconds",
         "Duration of the query for these figures, including the round trip to the database.",
         snapshot.query_seconds,
     )
 
 
-def _gauge(name: str, what: str, found: Any) -> GaugeMetricFamily:
+def _build_gauge(name: str, what: str, figures: Any) -> GaugeMetricFamily:
     """Create a metric family from one value, or from `{label names: {label values: value}}`."""
-    if not isinstance(found, dict):
-        return GaugeMetricFamily(name, what, value=float(found))
-    ((labels, values),) = found.items()
+    if not isinstance(figures, dict):
+        return GaugeMetricFamily(name, what, value=float(figures))
+    ((labels, values),) = figures.items()
     family = GaugeMetricFamily(name, what, labels=labels)
     for label_values, value in values.items():
         family.add_metric(label_values, value)

@@ -30,7 +30,7 @@ async def get_metrics(request: Request) -> Response:
     """Return metrics for Prometheus; without the database, only those of this process and `anneal_database_up 0`."""
     metrics: Metrics = request.app.state.metrics
     snapshots: Snapshots = request.app.state.snapshots
-    metrics.show(await snapshots.latest())
+    metrics.set_snapshot(await snapshots.latest_snapshot())
     try:
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
     except (TypeError, ValueError):  # the requested version is not a number

@@ -110,16 +110,16 @@ class Snapshots:
         self._taken_at = -FRESH_SECONDS
         self._latest: Snapshot | None = None
 
-    async def latest(self) -> Snapshot | None:
+    async def latest_snapshot(self) -> Snapshot | None:
         """Return a snapshot at most `FRESH_SECONDS` old; None if the database does not answer."""
         async with self._lock:
             if time.monotonic() - self._taken_at >= FRESH_SECONDS:
-                self._latest = await self._take()
+                self._latest = await self._take_snapshot()
                 self._taken_at = time.monotonic()
         return self._latest
 
-    async def _take(self) -> Snapshot | None:
-        asked = time.monotonic()
+    async def _take_snapshot(self) -> Snapshot | None:
+        started = time.monotonic()
         values = {
             "since": id_at("run", utc_now() - _WINDOW),
             "window": _WINDOW.total_seconds(),
@@ -134,10 +134,10 @@ class Snapshots:
         except (SQLAlchemyError, OSError) as error:  # TimeoutError is an OSError
             log.warning("metrics without database figures: %s", str(error) or "the database did not answer in time")
             return None
-        return _snapshot(row, time.monotonic() - asked)
+        return _snapshot_of(row, time.monotonic() - started)
 
 
-def _snapshot(row: Any, seconds: float) -> Snapshot:
+def _snapshot_of(row: Any, seconds: float) -> Snapshot:
     return Snapshot(
         live=row.live or {},
         waiting=row.waiting,

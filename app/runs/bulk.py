@@ -37,21 +37,21 @@ async def change_each(
             changes[run_id] = RunChange.model_validate(
                 {"id": run_id, "outcome": outcome, "code": error.code, "detail": error.detail}
             )
-    _record(request, session, [run_id for run_id, one in changes.items() if one.outcome == "changed"])
+    _record_changes(request, session, [run_id for run_id, one in changes.items() if one.outcome == "changed"])
     return RunChanges(runs=[changes[run_id] for run_id in dict.fromkeys(ids)])
 
 
-def _record(request: Request, session: AsyncSession, changed: Sequence[str]) -> None:
+def _record_changes(request: Request, session: AsyncSession, changed: Sequence[str]) -> None:
     call = audit.call_of(request.scope)
     if call is not None:
         for run_id in changed:
-            call.write(session, 200, run_id)
+            call.write_entry(session, 200, run_id)
         audit.skip_audit(request)  # of the request as a whole
 
 
-async def tag(session: AsyncSession, run_id: str, add: Sequence[str], remove: Sequence[str]) -> bool:
+async def edit_tags(session: AsyncSession, run_id: str, add: Sequence[str], remove: Sequence[str]) -> bool:
     """Add and remove tags of a run; return False if it has these tags already."""
-    run = await service.lock(session, run_id)
+    run = await service.lock_run(session, run_id)
     tags = [name for name in dict.fromkeys([*run.tags, *add]) if name not in remove]
     if len(tags) > MOST_TAGS:
         raise conflict("too_many_tags", f"Run {run_id} would have {len(tags)} tags; at most {MOST_TAGS} are possible.")

@@ -14,7 +14,7 @@ from app.contracts.schemas.actions import CHANGED_BY_ACTIONS
 from app.contracts.schemas.runs.comparison import ComparedRun, Reached, RunComparison
 from app.contracts.schemas.runs.placement import Resources
 from app.runs import service
-from app.runs.metrics.curves import curves
+from app.runs.metrics.curves import read_curves
 from app.tables.runs import Run
 
 _MOST = 20
@@ -23,36 +23,37 @@ _EXTRA = "extra_eval_datasets"
 _COMPARED = ("backend", "dataset_id", "eval_dataset_id", "parent_run_id", "base_run_id")
 
 
-async def compare(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
+async def compare_runs(session: AsyncSession, ids: Sequence[str]) -> RunComparison:
     """Compare runs by their configurations, resources and results; the session must be a snapshot."""
-    wanted = list(dict.fromkeys(ids))
-    if not 2 <= len(wanted) <= _MOST:
+    run_ids = list(dict.fromkeys(ids))
+    if not 2 <= len(run_ids) <= _MOST:
         message = f"name 2 to {_MOST} different runs, separated by commas"
         raise invalid([FieldError(field="ids", code="wrong_number", message=message)])
-    found = {run.id: run for run in (await session.scalars(select(Run).where(Run.id.in_(wanted)))).all()}
-    for id in wanted:
-        if id not in found:
+    runs_by_id = {run.id: run for run in (await session.scalars(select(Run).where(Run.id.in_(run_ids)))).all()}
+    for id in run_ids:
+        if id not in runs_by_id:
             raise not_found("run", id)
-    runs = [found[id] for id in wanted]
+    runs = [runs_by_id[id] for id in run_ids]
     are_effective = all(run.effective_config for run in runs)
     fields = {
-        run.id: _fields(run, are_effective=are_effective) | {_EXTRA: await service.extra_eval_datasets(session, run)}
+        run.id: _compared_fields(run, are_effective=are_effective)
+        | {_EXTRA: await service.extra_eval_datasets(session, run)}
         for run in runs
     }
     differences, common = {}, {}
     for name in dict.fromkeys(name for of_run in fields.values() for name in of_run):
         values = {id: of_run.get(name) for id, of_run in fields.items()}
-        first = values[wanted[0]]
+        first = values[run_ids[0]]
         if all(value == first and type(value) is type(first) for value in values.values()):
             common[name] = first
         else:
             differences[name] = values
-    described = [await _reached(session, run) for run in runs]
-    caution = _caution({TrainingMethod(run.method) for run in runs})
+    described = [await _compared_run(session, run) for run in runs]
+    caution = _why_incomparable({TrainingMethod(run.method) for run in runs})
     return RunComparison(runs=described, caution=caution, differences=differences, common=common)
 
 
-def _caution(methods: Set[TrainingMethod]) -> str | None:
+def _why_incomparable(methods: Set[TrainingMethod]) -> str | None:
     """Return why losses of runs of these methods cannot be compared; None if they can."""
     # All supervised methods have the same loss.
     kinds = {"supervised" if METHODS[method].is_supervised else method for method in methods}
@@ -65,19 +66,19 @@ def _caution(methods: Set[TrainingMethod]) -> str | None:
     )
 
 
-def _fields(run: Run, *, are_effective: bool) -> dict[str, Any]:
+def _compared_fields(run: Run, *, are_effective: bool) -> dict[str, Any]:
     effective = run.effective_config or {}
     changed = effective.keys() if are_effective else CHANGED_BY_ACTIONS
     config = run.config | {name: effective[name] for name in changed if name in effective}
-    asked = {f"config.{name}": value for name, value in config.items()}
+    fields = {f"config.{name}": value for name, value in config.items()}
     # A run of an earlier version has no value of fields that came later.
     resources = Resources.model_validate(run.resources).model_dump()
-    asked |= {f"resources.{name}": value for name, value in resources.items()}
-    return asked | {name: getattr(run, name) for name in _COMPARED}
+    fields |= {f"resources.{name}": value for name, value in resources.items()}
+    return fields | {name: getattr(run, name) for name in _COMPARED}
 
 
-async def _reached(session: AsyncSession, run: Run) -> ComparedRun:
-    series = await curves(session, run.id, None, 0, None, _FEWEST_POINTS) if run.attempt else {}
+async def _compared_run(session: AsyncSession, run: Run) -> ComparedRun:
+    series = await read_curves(session, run.id, None, 0, None, _FEWEST_POINTS) if run.attempt else {}
     ended = run.started_at and run.finished_at
     return ComparedRun(
         run_id=run.id,

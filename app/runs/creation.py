@@ -19,10 +19,10 @@ from app.runs.estimates import service as estimates
 from app.runs.plan import NewRun, RunPlan
 from app.runs.queue.fit import Needs, pending_reason, quota_reason
 from app.runs.queue.fleet import read_fleet
-from app.runs.service import get
+from app.runs.service import get_run
 from app.runs.state import machine
 from app.runs.validation.request import lock_references, validate_request
-from app.runs.validation.resources import requirements
+from app.runs.validation.resources import build_requirements
 from app.runs.validation.result import ValidationResult
 from app.runs.validation.rewards import reward_problems
 from app.tables.api_keys import ApiKey
@@ -35,11 +35,11 @@ DEFAULT_ID = "exp_" + "0" * 26
 
 async def default_experiment(session: AsyncSession, created_by: str | None) -> Experiment:
     """Return the default experiment for runs that specify none; the first such run creates it."""
-    found = await session.get(Experiment, DEFAULT_ID)
-    if found is not None:
-        return found
-    made = postgresql.insert(Experiment).values(id=DEFAULT_ID, name="default", created_by=created_by)
-    await session.execute(made.on_conflict_do_nothing(index_elements=[Experiment.id]))
+    experiment = await session.get(Experiment, DEFAULT_ID)
+    if experiment is not None:
+        return experiment
+    insertion = postgresql.insert(Experiment).values(id=DEFAULT_ID, name="default", created_by=created_by)
+    await session.execute(insertion.on_conflict_do_nothing(index_elements=[Experiment.id]))
     return (await session.scalars(select(Experiment).where(Experiment.id == DEFAULT_ID))).one()
 
 
@@ -54,7 +54,7 @@ class RunTransaction:
     idempotency: Idempotency | None = None
 
 
-async def create(
+async def create_run(
     transaction: RunTransaction, settings: Settings, storage: Storage, request: RunCreate, run_id: str | None = None
 ) -> Run:
     """Create a run, or raise 422 with all errors; the same idempotency key or `run_id` returns the same run."""
@@ -64,9 +64,9 @@ async def create(
         return earlier
     if run_id is not None and (known := await session.get(Run, run_id)) is not None:
         return known
-    found, needed = await _validate(session, settings, storage, request, wrong_rewards, caller_id)
-    plan = found.plan(request)
-    await lock_references(session, request, found)
+    validation, needed = await _validate_and_warn(session, settings, storage, request, wrong_rewards, caller_id)
+    plan = validation.build_plan(request)
+    await lock_references(session, request, validation)
     new = NewRun(
         plan=plan,
         requirements=needed,
@@ -76,26 +76,26 @@ async def create(
         tags=request.tags,
         priority=request.priority,
         max_restarts=request.max_restarts,
-        warnings=found.warnings,
+        warnings=validation.warnings,
     )
-    return await insert(transaction, new)
+    return await insert_run(transaction, new)
 
 
-async def check(
+async def check_request(
     session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate, caller_id: str
 ) -> RunCheck:
     """Validate a request as `create` does, without creating anything, and warn if the run could not start."""
     wrong_rewards = await reward_problems(settings, request.config)
-    found, _ = await _validate(session, settings, storage, request, wrong_rewards, caller_id)
+    validation, _ = await _validate_and_warn(session, settings, storage, request, wrong_rewards, caller_id)
     return RunCheck(
-        valid=not found.errors,
-        errors=found.errors,
-        warnings=found.warnings,
-        effective_config=found.effective.model_dump(mode="json") if found.effective else None,
+        valid=not validation.errors,
+        errors=validation.errors,
+        warnings=validation.warnings,
+        effective_config=validation.effective.model_dump(mode="json") if validation.effective else None,
     )
 
 
-async def _validate(
+async def _validate_and_warn(
     session: AsyncSession,
     settings: Settings,
     storage: Storage,
@@ -104,16 +104,18 @@ async def _validate(
     caller_id: str | None,
 ) -> tuple[ValidationResult, dict[str, Any]]:
     """Validate a request, with a warning if its run could not start; return also what its device needs."""
-    found = await validate_request(session, settings, storage, request, wrong_rewards)
-    if found.errors or found.config is None:
-        return found, {}
-    needed = await device_requirements(session, settings, storage, found.plan(request))
-    needs = Needs.of(request.backend, found.resources.devices, found.resources.hosts, needed)
+    validation = await validate_request(session, settings, storage, request, wrong_rewards)
+    if validation.errors or validation.config is None:
+        return validation, {}
+    needed = await device_requirements(session, settings, storage, validation.build_plan(request))
+    needs = Needs.of(request.backend, validation.resources.devices, validation.resources.hosts, needed)
     waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
     if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
-        found.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
-    found.warnings += await _quota_warnings(session, caller_id, request.experiment_id, found.resources.devices)
-    return found, needed
+        validation.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
+    validation.warnings += await _quota_warnings(
+        session, caller_id, request.experiment_id, validation.resources.devices
+    )
+    return validation, needed
 
 
 async def _quota_warnings(
@@ -139,13 +141,13 @@ async def device_requirements(
     """
     least: dict[str, int] = {}
     if plan.rules.loads_model and plan.dataset_id is not None:
-        subject = estimates.Subject.of(plan, await estimates.data_of(session, plan.dataset_id))
+        subject = estimates.Subject.from_plan(plan, await estimates.data_of(session, plan.dataset_id))
         if sharded is None:
             subject = await estimates.with_sharding(session, settings, storage, subject, plan.resources)
         else:
             subject = replace(subject, sharded=sharded)
         least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
-    return requirements(plan, least, sharded=bool(sharded))
+    return build_requirements(plan, least, sharded=bool(sharded))
 
 
 async def find_by_idempotency_key(
@@ -161,11 +163,11 @@ async def find_by_idempotency_key(
     return run
 
 
-async def insert(transaction: RunTransaction, new: NewRun) -> Run:
+async def insert_run(transaction: RunTransaction, new: NewRun) -> Run:
     """Insert a run and its first event, or return the one that a duplicate of this request has just created."""
     session, idempotency = transaction.session, transaction.idempotency
     columns = {
-        **new.columns(),
+        **new.column_values(),
         "created_by": transaction.caller_id,
         "idempotency_key": idempotency.key if idempotency else None,
         "request_digest": idempotency.digest if idempotency else None,
@@ -174,7 +176,7 @@ async def insert(transaction: RunTransaction, new: NewRun) -> Run:
     if row is None:
         # A duplicate of this request came first and has committed: the insert waited for that.
         earlier = await find_by_idempotency_key(session, transaction.caller_id, idempotency)
-        return earlier or await get(session, new.id)
+        return earlier or await get_run(session, new.id)
     plan = new.plan
     if plan.reward_run_ids:
         uses = [{"run_id": new.id, "reward_run_id": reward_run_id} for reward_run_id in plan.reward_run_ids]

@@ -41,7 +41,7 @@ async def delete_run(session: AsyncSession, run_id: str) -> None:
             "checkpoint_is_pinned",
             f"Run {run_id} is {run.status} and has pinned checkpoints: {pinned}. Unpin them first, or keep the run.",
         )
-    needed_by = await first_few(session, dependents(select(Run.id).where(Run.id == run_id)))
+    needed_by = await first_few(session, select_dependents(select(Run.id).where(Run.id == run_id)))
     if needed_by:
         raise conflict(
             "run_is_needed",
@@ -51,7 +51,7 @@ async def delete_run(session: AsyncSession, run_id: str) -> None:
     await delete_rows(session, select(Run.id).where(Run.id == run_id))
 
 
-def dependents(runs: Select[str]) -> Select[str]:
+def select_dependents(runs: Select[str]) -> Select[str]:
     """Select ids of other runs that resumed one of `runs`, or use its output as base model or reward model."""
     other = aliased(Run)
     judged = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id.in_(runs))

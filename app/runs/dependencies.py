@@ -22,7 +22,7 @@ Backend = TrainingBackend[RunTransaction, Run]
 _DEFAULT = "celery"
 
 
-def backend(request: Request, name: str | None) -> Backend:
+def backend_or_default(request: Request, name: str | None) -> Backend:
     """Return a backend by name; the default one for an unknown name, which it refuses with all other errors."""
     backends: Mapping[str, Backend] = request.app.state.backends
     return backends.get(name or _DEFAULT, backends[_DEFAULT])
@@ -30,7 +30,7 @@ def backend(request: Request, name: str | None) -> Backend:
 
 async def _backend_of_run(request: Request, session: Session, run_id: str) -> Backend:
     """Return the backend of an existing run."""
-    return backend(request, await session.scalar(select(Run.backend).where(Run.id == run_id)))
+    return backend_or_default(request, await session.scalar(select(Run.backend).where(Run.id == run_id)))
 
 
 BackendOfRun = Annotated[Backend, Depends(_backend_of_run, scope="function")]
@@ -46,12 +46,12 @@ class NewRunRequest:
     _transaction: RunTransaction
     _key: str | None
 
-    async def transaction(self, call: str) -> RunTransaction:
+    async def build_transaction(self, call: str) -> RunTransaction:
         """Return the transaction of the call at this path; raise 422 for an invalid idempotency key."""
-        idempotency = Idempotency.of(self._key, call, await self.request.body())
+        idempotency = Idempotency.from_header(self._key, call, await self.request.body())
         return replace(self._transaction, idempotency=idempotency)
 
-    async def accepted(self, run: Run) -> RunRead:
+    async def respond_accepted(self, run: Run) -> RunRead:
         """Respond with 202 and the run, with its location."""
         self.response.status_code = 202
         self.response.headers["Location"] = f"/v1/runs/{run.id}"

@@ -40,12 +40,12 @@ from app.estimator.steps import Data
 from app.infra.storage import Storage
 from app.runs import bulk, comparison, deletion, queries, serializers, service, stop_outlook
 from app.runs.checkpoints.service import best_good
-from app.runs.creation import RunTransaction, check, find_by_idempotency_key
-from app.runs.dependencies import Backend, BackendOfRun, NewRun, backend
+from app.runs.creation import RunTransaction, check_request, find_by_idempotency_key
+from app.runs.dependencies import Backend, BackendOfRun, NewRun, backend_or_default
 from app.runs.estimates import probe, store
 from app.runs.estimates import service as estimates
 from app.runs.metrics.dependencies import curve_read_slot
-from app.runs.metrics.outlines import outlines
+from app.runs.metrics.outlines import read_outlines
 from app.runs.queue.eta import EtaService
 from app.runs.validation.request import validate_request
 from app.runs.validation.rewards import reward_problems
@@ -67,39 +67,39 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
     sessions, storage, expected = new.request.app.state.sessions, new.storage, None
     # Separate short sessions, so that no row stays locked and no connection in use during the computation.
     if body.probe:
-        transaction = await new.transaction("/v1/runs/estimate")
+        transaction = await new.build_transaction("/v1/runs/estimate")
         async with sessions() as reading:
             if earlier := await find_by_idempotency_key(reading, transaction.caller_id, transaction.idempotency):
-                expected = await store.get(reading, earlier.id)
+                expected = await store.read_estimate(reading, earlier.id)
     else:
         audit.skip_audit(new.request)
     if expected is None:
         async with sessions() as reading:
-            subject = await _subject(reading, settings, storage, body)
+            subject = await _estimate_subject(reading, settings, storage, body)
         turns: estimates.EstimateTurns = new.request.app.state.estimate_turns
-        async with turns.turn(caller.key_id):
-            computed = await estimates.estimate(sessions, settings, storage, subject)
+        async with turns.take_turn(caller.key_id):
+            computed = await estimates.estimate_run(sessions, settings, storage, subject)
         if not body.probe:
             return Estimated(**dict(computed))
         config = subject.config
         expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
-    run = await backend(new.request, body.backend).create_run(transaction, probe.probe_request(body))
-    await store.store(transaction.session, run.id, expected)
-    shown = await new.accepted(run)
+    run = await backend_or_default(new.request, body.backend).create_run(transaction, probe.probe_request(body))
+    await store.store_estimate(transaction.session, run.id, expected)
+    shown = await new.respond_accepted(run)
     return Estimated(**dict(expected), probe_run_id=run.id, measured=shown.measured, probe=shown.probe)
 
 
-async def _subject(
+async def _estimate_subject(
     session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
 ) -> estimates.Subject:
     if wrong := list(_wrong_assumptions(body)):
         raise invalid(wrong)
     # An estimate must work before the weights are downloaded; a probe loads them.
     wrong_rewards = await reward_problems(settings, body.config)
-    found = await validate_request(
+    validation = await validate_request(
         session, settings, storage, body, wrong_rewards, needs_weights=body.probe, has_known_gpu=body.device is not None
     )
-    plan = found.plan(body)
+    plan = validation.build_plan(body)
     if body.probe and not plan.rules.loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
@@ -108,7 +108,7 @@ async def _subject(
         data = Data(body.dataset_size.rows, None, mean=body.dataset_size.mean_tokens)
     else:
         data = await estimates.data_of(session, body.uploaded_dataset)
-    subject = estimates.Subject.of(plan, data, gpu=gpu)
+    subject = estimates.Subject.from_plan(plan, data, gpu=gpu)
     subject = await estimates.with_sharding(session, settings, storage, subject, plan.resources)
     if body.probe and subject.sharded:
         message = "has the whole model on one device, and the model of this run is divided among several; omit `probe`"
@@ -139,8 +139,8 @@ def _wrong_assumptions(body: RunToEstimate) -> Iterator[FieldError]:
 @router.post("", status_code=202)
 async def create_run(body: RunCreate, new: NewRun) -> RunRead:
     """Create a run. It waits until a worker is free, and survives any restart."""
-    run = await backend(new.request, body.backend).create_run(await new.transaction("/v1/runs"), body)
-    return await new.accepted(run)
+    run = await backend_or_default(new.request, body.backend).create_run(await new.build_transaction("/v1/runs"), body)
+    return await new.respond_accepted(run)
 
 
 @router.post("/validate")
@@ -148,7 +148,7 @@ async def validate_run(
     body: RunCreate, session: Session, settings: CurrentSettings, storage: CurrentStorage, caller: CurrentCaller
 ) -> RunCheck:
     """Validate a run without creating it: return its errors and the effective configuration."""
-    return await check(session, settings, storage, body, caller.key_id)
+    return await check_request(session, settings, storage, body, caller.key_id)
 
 
 @router.post("/evaluate", status_code=202)
@@ -158,8 +158,8 @@ async def evaluate_model(body: EvaluationCreate, new: NewRun) -> RunRead:
     The evaluation is a run of task `evaluate`: it waits in the same queue, has events, and can be stopped. Its metrics
     are in its `eval` event and in `evaluation`.
     """
-    transaction = await new.transaction("/v1/runs/evaluate")
-    return await new.accepted(await backend(new.request, None).evaluate_model(transaction, body))
+    transaction = await new.build_transaction("/v1/runs/evaluate")
+    return await new.respond_accepted(await backend_or_default(new.request, None).evaluate_model(transaction, body))
 
 
 @router.post("/stop")
@@ -167,13 +167,13 @@ async def stop_runs(body: RunsStop, request: Request, session: Session, after_co
     """Stop several runs; of one that has ended meanwhile the outcome is `unchanged`."""
     transaction = RunTransaction(session, after_commit)
 
-    async def stop(run_id: str) -> bool:
+    async def apply_stop(run_id: str) -> bool:
         # Not the whole row, which the session would return again after the stop.
         before = await service.requested_stop(session, run_id)
-        run, *_ = await _stop(backend(request, before.backend), transaction, run_id, body)
+        run, *_ = await _request_stop(backend_or_default(request, before.backend), transaction, run_id, body)
         return (run.stop_requested_at, run.stop_mode) != (before.stop_requested_at, before.stop_mode)
 
-    return await bulk.change_each(request, session, body.ids, stop, already="run_has_ended")
+    return await bulk.change_each(request, session, body.ids, apply_stop, already="run_has_ended")
 
 
 @router.post("/delete")
@@ -182,25 +182,25 @@ async def delete_runs(
 ) -> RunChanges:
     """Delete several runs that have ended, with their events, checkpoints and outputs."""
 
-    async def delete(run_id: str) -> bool:
+    async def apply_delete(run_id: str) -> bool:
         await deletion.delete_run(session, run_id)
         return True
 
     after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
-    return await bulk.change_each(request, session, body.ids, delete, already="run_not_found")
+    return await bulk.change_each(request, session, body.ids, apply_delete, already="run_not_found")
 
 
 @router.post("/tag")
 async def tag_runs(body: RunsTag, request: Request, session: Session) -> RunChanges:
     """Add tags to several runs, or remove some."""
 
-    async def tag(run_id: str) -> bool:
-        return await bulk.tag(session, run_id, body.add, body.remove)
+    async def apply_tags(run_id: str) -> bool:
+        return await bulk.edit_tags(session, run_id, body.add, body.remove)
 
-    return await bulk.change_each(request, session, body.ids, tag, already="")
+    return await bulk.change_each(request, session, body.ids, apply_tags, already="")
 
 
-async def _filters(
+async def _query_filters(
     experiment_id: Annotated[str | None, Query(max_length=100)] = None,
     tag: Annotated[str | None, Query(max_length=200)] = None,
     parent_run_id: Annotated[str | None, Query(max_length=100)] = None,
@@ -216,7 +216,7 @@ async def _filters(
     return queries.Filters(experiment_id, (), tag, parent_run_id, base_model, method, task, find, search, dataset_id)
 
 
-FiltersQuery = Annotated[queries.Filters, Depends(_filters)]
+FiltersQuery = Annotated[queries.Filters, Depends(_query_filters)]
 
 
 @router.get("", response_model=Page[RunSummary] | Page[RunFull] | Page[RunRow])
@@ -257,11 +257,13 @@ async def list_runs(
     state = request.app.state
     engine = state.snapshot_engine if sort in queries.READ_IN_PARTS else state.reading_engine
     async with engine.connect() as connection:
-        rows, has_more = await queries.page(connection, filters, paging, queries.Sorting.of(sort, order), view)
-        found = await outlines(connection, {row.id: row.method for row in rows}) if view == "row" else {}
-    predictions = await _eta(request).of({row.id: row.status for row in rows})
+        rows, has_more = await queries.list_runs(
+            connection, filters, paging, queries.Sorting.from_request(sort, order), view
+        )
+        outlines_by_run = await read_outlines(connection, {row.id: row.method for row in rows}) if view == "row" else {}
+    predictions = await _eta_service(request).of({row.id: row.status for row in rows})
     if view == "row":
-        return _zipped(request, serializers.row_page(rows, has_more, predictions, found))
+        return _gzip_response(request, serializers.row_page(rows, has_more, predictions, outlines_by_run))
     page = serializers.run_page(storage, rows, has_more, predictions, full=view == "full")
     return Response(page, media_type="application/json")
 
@@ -269,7 +271,7 @@ async def list_runs(
 @router.get("/counts")
 async def count_runs(session: Reading, filters: FiltersQuery) -> RunCounts:
     """Count runs by status, with the filters of the list."""
-    counts = await queries.counts(session, filters)
+    counts = await queries.count_by_status(session, filters)
     return RunCounts(counts=counts, total=sum(counts.values()))
 
 
@@ -288,23 +290,23 @@ async def compare_runs(
     ],
 ) -> RunComparison:
     """Compare runs: what they have in common, where their configurations and resources differ, and their results."""
-    return await comparison.compare(session, [part.strip() for part in ids.split(",") if part.strip()])
+    return await comparison.compare_runs(session, [part.strip() for part in ids.split(",") if part.strip()])
 
 
 @router.get("/{run_id}")
 async def get_run(run_id: str, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Get a run with its newest metrics."""
-    run = await service.get(session, run_id)
-    predictions = await _eta(request).of({run.id: run.status})
+    run = await service.get_run(session, run_id)
+    predictions = await _eta_service(request).of({run.id: run.status})
     return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
 @router.patch("/{run_id}", responses={409: {"description": "The run has ended, and its priority was to change."}})
 async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Rename or tag a run, change its priority, or pin it to protect it from deletion."""
-    await _eta(request).renew()  # before the row is locked, because its worker would wait for the lock
-    run = await service.edit(session, run_id, body)
-    predictions = _eta(request).newest({run.id: run.status})
+    await _eta_service(request).renew()  # before the row is locked, because its worker would wait for the lock
+    run = await service.edit_run(session, run_id, body)
+    predictions = _eta_service(request).newest({run.id: run.status})
     return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
@@ -335,20 +337,22 @@ async def stop_run(
 
     A repeated request has an effect only if it asks for an immediate stop after `epoch_end`, or for `discard`.
     """
-    run, mode, found_no_best = await _stop(backend, RunTransaction(session, after_commit), run_id, body or RunStop())
+    run, mode, found_no_best = await _request_stop(
+        backend, RunTransaction(session, after_commit), run_id, body or RunStop()
+    )
     grace = settings.save_grace_seconds if run.stop_grace_seconds is None else run.stop_grace_seconds
-    outlook = await stop_outlook.outlook(session, run, mode, grace, found_no_best=found_no_best)
+    outlook = await stop_outlook.describe_stop(session, run, mode, grace, found_no_best=found_no_best)
     return await serializers.run_stopped(session, storage, run, outlook)
 
 
-async def _stop(
+async def _request_stop(
     backend: Backend, transaction: RunTransaction, run_id: str, request: RunStop
 ) -> tuple[Run, StopMode, bool]:
     """Request the stop; return the run, the mode in effect, and True if there is no best checkpoint to stop with."""
     session, mode = transaction.session, request.how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
-    if not await service.trains(session, run_id):
+    if not await service.is_training_task(session, run_id):
         mode, found_no_best = "discard", False  # it has nothing to save, and no epochs
     return await backend.stop_run(transaction, run_id, mode, request.deadline_seconds), mode, found_no_best
 
@@ -360,8 +364,8 @@ async def _stop(
 )
 async def resume_run(run_id: str, backend: BackendOfRun, new: NewRun, body: RunResume | None = None) -> RunRead:
     """Resume a run that has ended. Returns a new run whose parent is this one."""
-    transaction = await new.transaction(f"/v1/runs/{run_id}/resume")
-    return await new.accepted(await backend.resume_run(transaction, run_id, body or RunResume()))
+    transaction = await new.build_transaction(f"/v1/runs/{run_id}/resume")
+    return await new.respond_accepted(await backend.resume_run(transaction, run_id, body or RunResume()))
 
 
 @router.post(
@@ -377,17 +381,17 @@ async def export_checkpoint(
 
     Works for runs that completed, failed or were stopped. The id of the new run can be the base model of other runs.
     """
-    transaction = await new.transaction(f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}/export")
-    made = await backend.export_checkpoint(transaction, run_id, checkpoint_id, body or CheckpointExport())
-    return await new.accepted(made)
+    transaction = await new.build_transaction(f"/v1/runs/{run_id}/checkpoints/{checkpoint_id}/export")
+    export_run = await backend.export_checkpoint(transaction, run_id, checkpoint_id, body or CheckpointExport())
+    return await new.respond_accepted(export_run)
 
 
-def _eta(request: Request) -> EtaService:
+def _eta_service(request: Request) -> EtaService:
     eta: EtaService = request.app.state.eta
     return eta
 
 
-def _zipped(request: Request, body: bytes) -> Response:
+def _gzip_response(request: Request, body: bytes) -> Response:
     """Return JSON that a page reads every few seconds, with gzip where it is accepted: a quarter of the bytes."""
     headers = {"Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import release
+from app.api.dependencies import release_connection
 from app.api.errors import invalid
 from app.base_models import resolver
 from app.config import Settings
@@ -23,11 +23,11 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert
+from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert_run
 from app.runs.plan import NewRun
 from app.runs.resume import without_defaults
 from app.runs.validation.request import lock_references, validate_request
-from app.runs.validation.resources import is_divided, requirements
+from app.runs.validation.resources import build_requirements, is_divided
 from app.runs.validation.result import validation_failed
 from app.runs.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
@@ -76,7 +76,9 @@ class _Subject:
     """Set if there is a run."""
 
 
-async def evaluate(transaction: RunTransaction, settings: Settings, storage: Storage, request: EvaluationCreate) -> Run:
+async def create_evaluation(
+    transaction: RunTransaction, settings: Settings, storage: Storage, request: EvaluationCreate
+) -> Run:
     """Create a run that evaluates a model, or raise 422 with all errors; the same idempotency key returns the same run.
 
     The data determine the loss. On data that its method trains on, a run is evaluated with its own configuration, so
@@ -86,51 +88,51 @@ async def evaluate(transaction: RunTransaction, settings: Settings, storage: Sto
     if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
         return earlier
     dataset = await session.get(Dataset, request.dataset_id)
-    subject = await _subject(session, settings, storage, request, dataset)
+    subject = await _find_subject(session, settings, storage, request, dataset)
     run = subject.trained
-    await release(session)
+    await release_connection(session)
     wrong_rewards = await reward_problems(settings, subject.config)
     # A configuration with evaluation data must say how often to evaluate. Not validated again: that of a run, with what
     # the request adds, may be longer than one that a request may send.
-    wanted = RunCreate.model_construct(
+    run_request = RunCreate.model_construct(
         backend=_BACKEND,
         experiment_id=request.experiment_id,
         dataset_id=request.dataset_id,
         config={**subject.config, "eval_steps": 1},
         resources=request.resources,
     )
-    found = await validate_request(session, settings, storage, wanted, wrong_rewards, task=RunTask.evaluate)
-    if found.errors:
-        raise validation_failed([_about_request(error) for error in found.errors])
-    plan = found.plan(wanted, RunTask.evaluate)
-    config, given = plan.config, set(plan.user_set_fields) - {"eval_steps"}
-    await release(session)
+    validation = await validate_request(session, settings, storage, run_request, wrong_rewards, task=RunTask.evaluate)
+    if validation.errors:
+        raise validation_failed([_about_request(error) for error in validation.errors])
+    plan = validation.build_plan(run_request, RunTask.evaluate)
+    config, user_set_fields = plan.config, set(plan.user_set_fields) - {"eval_steps"}
+    await release_connection(session)
     if run is not None and subject.changes is not None:
-        given |= subject.changes.kept_fields(run)
-        config = await asyncio.to_thread(_as_trained, run, subject.changes, request.config, given)
-    await lock_references(session, wanted, found)
+        user_set_fields |= subject.changes.kept_fields(run)
+        config = await asyncio.to_thread(_as_trained, run, subject.changes, request.config, user_set_fields)
+    await lock_references(session, run_request, validation)
     await _lock_weights(session, request.model)
     is_output = run is not None and subject.checkpoint is None
     plan = replace(
         plan,
         config=config.model_copy(update={"eval_steps": None}),
-        user_set_fields=frozenset(given),
+        user_set_fields=frozenset(user_set_fields),
         base_run_id=run.id if run is not None and is_output else plan.base_run_id,
     )
     new = NewRun(
         plan=plan,
         # The estimate is of a training, which takes more memory.
-        requirements=requirements(plan, least={}, sharded=is_divided(plan.resources)),
+        requirements=build_requirements(plan, least={}, sharded=is_divided(plan.resources)),
         experiment_id=request.experiment_id or (await _experiment_id(session, run, caller_id)),
         name=request.name or f"evaluation of {run.name if run else request.model}"[:200],
         tags=request.tags,
         priority=request.priority,
-        warnings=found.warnings,
+        warnings=validation.warnings,
         parent_run_id=subject.checkpoint.run_id if subject.checkpoint else None,
         resume_checkpoint_id=subject.checkpoint.id if subject.checkpoint else None,
         reason=f"evaluates {request.model}",
     )
-    return await insert(transaction, new)
+    return await insert_run(transaction, new)
 
 
 def _about_request(error: FieldError) -> FieldError:
@@ -142,7 +144,7 @@ async def _experiment_id(session: AsyncSession, run: Run | None, caller_id: str 
     return run.experiment_id if run else (await default_experiment(session, caller_id)).id
 
 
-async def _subject(
+async def _find_subject(
     session: AsyncSession, settings: Settings, storage: Storage, request: EvaluationCreate, dataset: Dataset | None
 ) -> _Subject:
     """Find the model that the request names; may end the transaction of the session.
@@ -153,10 +155,10 @@ async def _subject(
     if run is None:
         return _Subject(_of_base_model(request, dataset))
     if not BACKEND_RULES[run.backend].loads_model:
-        raise _refused("not_a_model", f"run {run.id} is of backend `{run.backend}`, which trains no model")
-    changes = _changes(run, dataset, has_output=checkpoint is None)
+        raise _model_error("not_a_model", f"run {run.id} is of backend `{run.backend}`, which trains no model")
+    changes = _required_changes(run, dataset, has_output=checkpoint is None)
     if checkpoint is None:
-        await release(session)
+        await release_connection(session)
         await _check_output(settings, storage, run)
     method = changes.values.get("method", run.config["method"])
     refused = sorted(name for name in named_fields(request.config) - _ASKED if not name.startswith(f"{method}."))
@@ -168,10 +170,10 @@ async def _subject(
         raise invalid([_of_config(name, "not_changeable", why) for name in refused])
     config = without_defaults(run.config, changes.kept_fields(run))
     config.pop("optim", None)  # whether its state can be divided does not matter
-    return _Subject(_merged(_merged(config, changes.values), request.config), run, checkpoint, changes)
+    return _Subject(_merge_config(_merge_config(config, changes.values), request.config), run, checkpoint, changes)
 
 
-def _changes(run: Run, dataset: Dataset | None, *, has_output: bool) -> _Changes:
+def _required_changes(run: Run, dataset: Dataset | None, *, has_output: bool) -> _Changes:
     """Return how the loss that the data determine, and an output that is no adapter, change the configuration.
 
     With `has_output`, the output is evaluated, otherwise a checkpoint.
@@ -181,7 +183,7 @@ def _changes(run: Run, dataset: Dataset | None, *, has_output: bool) -> _Changes
     fits = dataset is None or dataset.format in own.formats
     if not fits and own.has_reward_head:
         message = f"run {run.id} has trained a reward model, which writes no text: evaluate it on preference pairs"
-        raise _refused("reward_model_needs_pairs", message)
+        raise _model_error("reward_model_needs_pairs", message)
     values: dict[str, Any] = {}
     dropped: set[str] = set()
     method = own
@@ -199,7 +201,7 @@ def _changes(run: Run, dataset: Dataset | None, *, has_output: bool) -> _Changes
             if not has_output:
                 why = f"the checkpoints of run {run.id} are for a changed base, and the loss on these data needs "
                 why += "the unchanged one: evaluate the output of the run, or export the checkpoint and evaluate that"
-                raise _refused("checkpoint_changes_base", why)
+                raise _model_error("checkpoint_changes_base", why)
             values["init_lora_weights"] = "default"  # the output has been converted for the unchanged base
     elif is_merged or method is not own:
         dropped |= _OF_QUANTIZED_ADAPTER
@@ -236,33 +238,33 @@ async def _lock_weights(session: AsyncSession, model: str) -> tuple[Run | None, 
     if is_id(model, "ckpt"):
         # In the order in which the deletion of a run locks both: the run first.
         owner = await session.scalar(select(Checkpoint.run_id).where(Checkpoint.id == model))
-        run = await _locked(session, owner) if owner else None
+        run = await _lock_run(session, owner) if owner else None
         query = select(Checkpoint).where(Checkpoint.id == model).with_for_update(read=True)
         checkpoint = await session.scalar(query.execution_options(populate_existing=True))
         if checkpoint is None:
             message = "there is no such checkpoint; GET /v1/runs/{id}/checkpoints lists them"
-            raise _refused("checkpoint_not_found", message)
+            raise _model_error("checkpoint_not_found", message)
         if checkpoint.deleted_at is not None or checkpoint.bad_reason is not None:
             why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
-            raise _refused("checkpoint_unusable", f"this checkpoint {why}; evaluate another one")
+            raise _model_error("checkpoint_unusable", f"this checkpoint {why}; evaluate another one")
     elif resolver.is_run(model):
-        run = await _locked(session, model)
+        run = await _lock_run(session, model)
         if run is None:
-            raise _refused("run_not_found", "there is no such run; GET /v1/runs?status=completed lists usable runs")
+            raise _model_error("run_not_found", "there is no such run; GET /v1/runs?status=completed lists usable runs")
     return run, checkpoint
 
 
 async def _check_output(settings: Settings, storage: Storage, run: Run) -> None:
     if run.output_attempt is None:
-        message = f"run {run.id} is {run.status} and has no output; {_instead(run)}"
-        raise _refused("run_without_output", message)
+        message = f"run {run.id} is {run.status} and has no output; {_alternative_to_output(run)}"
+        raise _model_error("run_without_output", message)
     try:
-        await storage.in_thread(resolver.locate, settings, storage, run.id, run.output_attempt)
+        await storage.in_thread(resolver.locate_model, settings, storage, run.id, run.output_attempt)
     except resolver.BaseModelError as error:
-        raise _refused(error.code, error.message) from error
+        raise _model_error(error.code, error.message) from error
 
 
-def _instead(run: Run) -> str:
+def _alternative_to_output(run: Run) -> str:
     """Return what to evaluate instead of the output of a run."""
     if run.task == RunTask.train:
         return "evaluate one of its checkpoints (`ckpt_…`)"
@@ -286,43 +288,43 @@ def _of_base_model(request: EvaluationCreate, dataset: Dataset | None) -> dict[s
     config: dict[str, Any] = {"method": TrainingMethod.full.value, **request.config, "base_model": request.model}
     if "method" not in request.config and dataset is not None and dataset.format not in method_of(config).formats:
         method = _loss_on(dataset)
-        config = _merged({**_data_options(method, dataset), "method": method.name.value}, request.config)
+        config = _merge_config({**_data_options(method, dataset), "method": method.name.value}, request.config)
         config["base_model"] = request.model
     if METHODS[method_of(config).name].adapter == "optional":
         config.setdefault("lora_r", None)
     return config
 
 
-def _as_trained(run: Run, changes: _Changes, asked: Mapping[str, Any], given: set[str]) -> TrainingConfig:
+def _as_trained(run: Run, changes: _Changes, overrides: Mapping[str, Any], user_set_fields: set[str]) -> TrainingConfig:
     """Return the configuration of a run without what concerns its training, and with what the request sets."""
     unused = _UNUSED | changes.dropped
-    kept = {name: value for name, value in run.config.items() if name not in unused}
+    inherited = {name: value for name, value in run.config.items() if name not in unused}
     if "loss_on" not in changes.dropped:
         # The default depends on the data that the run was trained on, not on those to evaluate on.
-        kept["loss_on"] = kept.get("loss_on") or (run.effective_config or {}).get("loss_on")
-    kept["extra"] = {
+        inherited["loss_on"] = inherited.get("loss_on") or (run.effective_config or {}).get("loss_on")
+    inherited["extra"] = {
         name: value for name, value in (run.config.get("extra") or {}).items() if f"extra.{name}" not in unused
     }
-    config = _merged(_merged(kept, changes.values), asked)
-    return TrainingConfig.model_validate(drop_unknown_fields(config, given | given_fields(asked)))
+    config = _merge_config(_merge_config(inherited, changes.values), overrides)
+    return TrainingConfig.model_validate(drop_unknown_fields(config, user_set_fields | given_fields(overrides)))
 
 
-def _merged(config: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with further values, which replace those of the same field."""
-    merged = {**config, **asked}
+    merged = {**config, **overrides}
     for group in GROUPS:
         # Something else than an object is refused with the other errors.
-        if isinstance(config.get(group), Mapping) and isinstance(asked.get(group), Mapping):
-            merged[group] = {**config[group], **asked[group]}
+        if isinstance(config.get(group), Mapping) and isinstance(overrides.get(group), Mapping):
+            merged[group] = {**config[group], **overrides[group]}
     return merged
 
 
-async def _locked(session: AsyncSession, run_id: str) -> Run | None:
+async def _lock_run(session: AsyncSession, run_id: str) -> Run | None:
     query = select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True)
     return await session.scalar(query)
 
 
-def _refused(code: str, message: str) -> Exception:
+def _model_error(code: str, message: str) -> Exception:
     return invalid([FieldError(field="model", code=code, message=message)], code=code)
 
 

@@ -17,8 +17,8 @@ from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.contracts.training_config.rules import gguf_conflicts, wants_adapter
 from app.contracts.training_config.validation import config_errors
 from app.runs import service
-from app.runs.checkpoints.service import get
-from app.runs.creation import RunTransaction, find_by_idempotency_key, insert
+from app.runs.checkpoints.service import get_checkpoint
+from app.runs.creation import RunTransaction, find_by_idempotency_key, insert_run
 from app.runs.plan import NewRun, RunPlan
 from app.runs.validation.backends import unavailable_reason
 from app.runs.validation.destinations import gguf_problems
@@ -28,7 +28,7 @@ _OPTIMIZER_OPTIONS = frozenset({"optim_args", "optim_target_modules", "optimizer
 """Fields of `extra` about the optimizer, of this version and of earlier ones."""
 
 
-async def export(
+async def create_export(
     transaction: RunTransaction, settings: Settings, run_id: str, checkpoint_id: str, request: CheckpointExport
 ) -> Run:
     """Create a run that writes the weights of a checkpoint as its output; the same idempotency key returns the same.
@@ -40,8 +40,8 @@ async def export(
     if earlier := await find_by_idempotency_key(session, transaction.caller_id, transaction.idempotency):
         return earlier
     # Locked, so that this and the deletion of the run or its checkpoints wait for each other.
-    source = await service.lock(session, run_id, for_child=True)
-    checkpoint = await get(session, source.id, checkpoint_id)
+    source = await service.lock_run(session, run_id, for_child=True)
+    checkpoint = await get_checkpoint(session, source.id, checkpoint_id)
     rules = BACKEND_RULES[source.backend]
     if why := unavailable_reason(settings, rules):
         raise invalid([FieldError(field="checkpoint_id", code="backend_not_configured", message=why)])
@@ -59,16 +59,16 @@ async def export(
             "checkpoint_unusable",
             f"Checkpoint {checkpoint.id} is corrupt ({checkpoint.bad_reason}); export another one of the run.",
         )
-    given = set(source.user_set_fields) - {"push_to_hub", "report_to"}
+    user_set_fields = set(source.user_set_fields) - {"push_to_hub", "report_to"}
     changed: dict[str, Any] = {"push_to_hub": None, "report_to": []}
     if request.output is not None:
-        given.add("output")
+        user_set_fields.add("output")
         changed["output"] = request.output
     if request.gguf is not None or request.output == "adapter":
-        given = given | {"gguf"} if request.gguf is not None else given - {"gguf"}
+        user_set_fields = user_set_fields | {"gguf"} if request.gguf is not None else user_set_fields - {"gguf"}
         changed["gguf"] = request.gguf
-    given -= {"optim", *(f"extra.{name}" for name in _OPTIMIZER_OPTIONS)}
-    stored = drop_unknown_fields(_without_optimizer({**source.config, **changed}), given)
+    user_set_fields -= {"optim", *(f"extra.{name}" for name in _OPTIMIZER_OPTIONS)}
+    stored = drop_unknown_fields(_without_optimizer({**source.config, **changed}), user_set_fields)
     try:
         config = TrainingConfig.model_validate(stored)
         config.trainer_options  # noqa: B018 - validates `extra`
@@ -87,7 +87,7 @@ async def export(
     plan = RunPlan.derived_from(
         source,
         config=config,
-        user_set_fields=frozenset(given),
+        user_set_fields=frozenset(user_set_fields),
         resources=Resources.model_validate(source.resources | alone),
         task=RunTask.export,
         extra_eval_datasets=await service.extra_eval_datasets(session, source),
@@ -96,11 +96,11 @@ async def export(
         source,
         plan,
         name=request.name or f"step {checkpoint.step} of {source.name}"[:200],
-        requirements=_requirements(source, config),
+        requirements=_export_requirements(source, config),
         checkpoint=checkpoint,
         reason=f"exports the checkpoint of step {checkpoint.step} of {source.id}",
     )
-    return await insert(transaction, new)
+    return await insert_run(transaction, new)
 
 
 def _without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +109,11 @@ def _without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "optim"} | {"extra": extra}
 
 
-def _requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
+def _export_requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
     """Return the requirements of the run that was trained, with what the export writes."""
-    kept = {
+    requirements = {
         name: value
         for name, value in source.requirements.items()
         if name not in ("gguf", "sharded", "sequence_parallel", "expert_parallel")
     }
-    return kept if config.gguf is None else {**kept, "gguf": True}
+    return requirements if config.gguf is None else {**requirements, "gguf": True}

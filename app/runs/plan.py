@@ -121,7 +121,7 @@ class NewRun:
             reason=reason,
         )
 
-    def columns(self) -> dict[str, Any]:
+    def column_values(self) -> dict[str, Any]:
         """Return the values of the columns of its row."""
         plan = self.plan
         return {

@@ -27,7 +27,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from app.api.errors import ApiError, invalid
-from app.api.pagination import Paging, found_by, matching, newest_first
+from app.api.pagination import Paging, found_by, newest_first, search_condition
 from app.contracts.errors import FieldError
 from app.contracts.methods import METHODS, TrainingMethod
 from app.contracts.run_status import TERMINAL, RunSort, TrainingStatus
@@ -62,16 +62,16 @@ _NUMBERS = ("current_epoch", "best_loss")
 _MOMENTS = ("created_at", "started_at", "finished_at", "stop_requested_at")
 
 
-def _finite(column: str) -> str:
+def _finite_column(column: str) -> str:
     return f"CASE WHEN runs.{column} NOT IN {_NOT_FINITE} THEN runs.{column} END"
 
 
-def _shown(*, full: bool) -> dict[str, str]:
+def _own_columns(*, full: bool) -> dict[str, str]:
     """Return the expressions for a run's own columns in a list, by name."""
     shown = {"id": "runs.id", "last_seq": "runs.event_seq"}
     shown |= {name: f"runs.{name}" for name in ((*SUMMARY, *FULL) if full else SUMMARY)}
     # JSON has no non-finite numbers.
-    shown |= {name: _finite(name) for name in _NUMBERS}
+    shown |= {name: _finite_column(name) for name in _NUMBERS}
     shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
     shown["best_eval"] = _BEST_EVAL
     if full:
@@ -83,7 +83,7 @@ def _shown(*, full: bool) -> dict[str, str]:
     return shown
 
 
-def _row() -> dict[str, str]:
+def _row_columns() -> dict[str, str]:
     """Return the expressions for a run in a table of many, by name."""
     moment = "to_char(runs.{} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"Z\"')"
     # As float4, a number has seven digits and not seventeen. PostgreSQL refuses those that would be 0 or infinite.
@@ -127,15 +127,15 @@ def _as_json(shown: dict[str, str], *, strip: bool = False) -> ColumnElement[str
 View = Literal["summary", "full", "row"]
 
 
-def _view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
+def _build_view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
     own = Run.__table__.c["id", "status", "method", "output_attempt"]
     return select(*own, furthest.label("furthest"), shown.label("shown"))
 
 
 _VIEWS: dict[View, Select[*tuple[Any, ...]]] = {
-    "summary": _view(_as_json(_shown(full=False)), literal_column("NULL")),
-    "full": _view(_as_json(_shown(full=True)), preferred_place(Run.__table__.c)),
-    "row": _view(_as_json(_row(), strip=True), literal_column("NULL")),
+    "summary": _build_view(_as_json(_own_columns(full=False)), literal_column("NULL")),
+    "full": _build_view(_as_json(_own_columns(full=True)), preferred_place(Run.__table__.c)),
+    "row": _build_view(_as_json(_row_columns(), strip=True), literal_column("NULL")),
 }
 
 
@@ -166,7 +166,7 @@ would be twice on the page, or not at all."""
 _COMPARED = ("experiment_id", "parent_run_id", "base_model", "method", "task", "dataset_id")
 
 
-def _condition(name: str, value: ColumnElement[str]) -> ColumnElement[bool]:
+def _filter_condition(name: str, value: ColumnElement[str]) -> ColumnElement[bool]:
     """Return the condition of a filter on its value; that of `tag` is a JSON array of one."""
     if name == "tag":
         return Run.tags.contains(cast(value, JSONB))
@@ -191,28 +191,28 @@ class Filters:
     search: str | None = None
     dataset_id: str | None = None
 
-    def values(self) -> dict[str, str]:
-        """Return the values of the filters that `_condition` knows, by name."""
-        given = {name: getattr(self, name) for name in _COMPARED}
-        found = {name: str(value) for name, value in given.items() if value is not None}
+    def compared_values(self) -> dict[str, str]:
+        """Return the values of the filters that `_filter_condition` knows, by name."""
+        values = {name: getattr(self, name) for name in _COMPARED}
+        compared = {name: str(value) for name, value in values.items() if value is not None}
         if self.tag is not None:
-            found["tag"] = json.dumps([self.tag])
-        return found
+            compared["tag"] = json.dumps([self.tag])
+        return compared
 
-    def parameters(self) -> dict[str, str] | None:
+    def as_parameters(self) -> dict[str, str] | None:
         """Return the values of all filters by name if each is compared with one value, or None."""
         if self.find is not None or self.search is not None or len(self.status) > 1:
             return None
-        return self.values() | ({"status": self.status[0].value} if self.status else {})
+        return self.compared_values() | ({"status": self.status[0].value} if self.status else {})
 
-    def conditions(self) -> list[ColumnElement[bool]]:
+    def all_conditions(self) -> list[ColumnElement[bool]]:
         """Return all conditions except the one on the status."""
-        found = [_condition(name, literal(value, Text)) for name, value in self.values().items()]
+        conditions = [_filter_condition(name, literal(value, Text)) for name, value in self.compared_values().items()]
         if self.find is not None:
-            found.append(found_by(self.find, "run", Run.id, Run.name))
+            conditions.append(found_by(self.find, "run", Run.id, Run.name))
         if self.search is not None:
-            found.append(matching(self.search, "run", Run.id, Run.name, Run.tags))
-        return found
+            conditions.append(search_condition(self.search, "run", Run.id, Run.name, Run.tags))
+        return conditions
 
     def on_status(self) -> list[ColumnElement[bool]]:
         """Return the condition on the status, if there is one."""
@@ -223,7 +223,7 @@ _SORTED: dict[str, ColumnElement[Any]] = {
     "created_at": Run.__table__.c.id,
     "name": Run.__table__.c.name,
     "step": Run.__table__.c.current_step,
-    "best_loss": literal_column(f"({_finite('best_loss')})", Double),
+    "best_loss": literal_column(f"({_finite_column('best_loss')})", Double),
     "best_eval": literal_column(f"({_BEST_EVAL})", Double),
     "learning_rate": literal_column(f"({_LEARNING_RATE})", Double),
     "seconds": literal_column(
@@ -241,7 +241,7 @@ class Sorting:
     is_ascending: bool = False
 
     @classmethod
-    def of(cls, by: RunSort, order: Order | None) -> "Sorting":
+    def from_request(cls, by: RunSort, order: Order | None) -> "Sorting":
         """Return the order that a request asks for; raise 422 for one that there is not."""
         if order is not None and by not in _SORTED:
             message = f"`{by}` has only one direction; leave `order` out"
@@ -249,7 +249,7 @@ class Sorting:
         return cls(by, by in _ASCENDING if order is None else order == "asc")
 
 
-async def page(
+async def list_runs(
     connection: AsyncConnection,
     filters: Filters,
     paging: Paging,
@@ -268,14 +268,18 @@ async def page(
     if sorting.by == "live":
         return await _live_first(connection, view, filters, paging)
     if sorting != Sorting():
-        runs = await _fetch(connection, await _by_value(connection, view, filters, paging, sorting))
+        runs = await _fetch_as_one(connection, await _by_value(connection, view, filters, paging, sorting))
         return runs[: paging.limit], len(runs) > paging.limit
-    values = filters.parameters()
+    values = filters.as_parameters()
     if values is None:
-        runs = await _fetch(connection, newest_first(_chosen(_VIEWS[view], filters, paging), Run.id, paging))
+        runs = await _fetch_as_one(
+            connection, newest_first(_filtered_runs(_VIEWS[view], filters, paging), Run.id, paging)
+        )
     else:
-        statement = _newest(view, tuple(values), continues=paging.after is not None)
-        runs = await _execute(connection, statement, values | {"after": paging.after, "most": paging.limit + 1})
+        statement = _newest_runs(view, tuple(values), continues=paging.after is not None)
+        runs = await _execute_statement(
+            connection, statement, values | {"after": paging.after, "most": paging.limit + 1}
+        )
     return runs[: paging.limit], len(runs) > paging.limit
 
 
@@ -298,8 +302,8 @@ async def _live_first(
         selected = tuple(status for status in statuses if not filters.status or status in filters.status)
         if selected and len(runs) <= paging.limit:
             part = Paging(paging.limit - len(runs), paging.after if place == first else None)
-            some = _chosen(_VIEWS[view], replace(filters, status=selected), part)
-            runs += await _fetch(connection, newest_first(some, Run.id, part))
+            some = _filtered_runs(_VIEWS[view], replace(filters, status=selected), part)
+            runs += await _fetch_as_one(connection, newest_first(some, Run.id, part))
     return runs[: paging.limit], len(runs) > paging.limit
 
 
@@ -308,7 +312,7 @@ async def _by_value(
 ) -> Select[*tuple[Any, ...]]:
     """Return the query of runs by a value, those without one last; of equal ones, the newer first."""
     column = _SORTED[sorting.by]
-    query = _VIEWS[view].where(*filters.conditions(), *filters.on_status())
+    query = _VIEWS[view].where(*filters.all_conditions(), *filters.on_status())
     if paging.after is not None:
         is_older = Run.id < paging.after
         if await _value_of(connection, column, paging.after) is None:
@@ -349,7 +353,7 @@ _AFTER = bindparam("after", None, Text)
 _AFTER_VALUE = bindparam("after_value", None, Double)
 
 
-def _compile(query: Select[*tuple[Any, ...]]) -> _Statement:
+def _compile_query(query: Select[*tuple[Any, ...]]) -> _Statement:
     whole = _WHOLE.select_from(query.subquery())
     compiled = whole.compile(dialect=_DIALECT, compile_kwargs={"render_postcompile": True})
     constants = {name: value for name, value in compiled.params.items() if value is not None}
@@ -360,42 +364,44 @@ def _compile(query: Select[*tuple[Any, ...]]) -> _Statement:
     return _Statement(str(compiled), constants)
 
 
-def _conditions(names: tuple[str, ...]) -> list[ColumnElement[bool]]:
+def _bound_conditions(names: tuple[str, ...]) -> list[ColumnElement[bool]]:
     """Return the conditions of filters whose values are parameters of these names."""
-    return [_condition(name, bindparam(name, None, Text)) for name in names]
+    return [_filter_condition(name, bindparam(name, None, Text)) for name in names]
 
 
 @lru_cache(maxsize=_COMPILED)
-def _newest(view: View, names: tuple[str, ...], *, continues: bool) -> _Statement:
-    query = _VIEWS[view].where(*_conditions(names))
+def _newest_runs(view: View, names: tuple[str, ...], *, continues: bool) -> _Statement:
+    query = _VIEWS[view].where(*_bound_conditions(names))
     if continues:
         query = query.where(Run.id < _AFTER)
-    return _compile(query.order_by(Run.id.desc()).limit(_MOST))
+    return _compile_query(query.order_by(Run.id.desc()).limit(_MOST))
 
 
-async def _execute(connection: AsyncConnection, statement: _Statement, values: dict[str, Any]) -> list[Listed]:
-    return _listed((await connection.exec_driver_sql(statement.text, statement.constants | values)).one())
+async def _execute_statement(
+    connection: AsyncConnection, statement: _Statement, values: dict[str, Any]
+) -> list[Listed]:
+    return _parse_listed((await connection.exec_driver_sql(statement.text, statement.constants | values)).one())
 
 
-async def _fetch(connection: AsyncConnection, query: Select[*tuple[Any, ...]]) -> list[Listed]:
+async def _fetch_as_one(connection: AsyncConnection, query: Select[*tuple[Any, ...]]) -> list[Listed]:
     """Fetch the rows of a query as one value: separate rows arrive 8 kB at a time, with a wake-up for each."""
-    return _listed((await connection.execute(_WHOLE.select_from(query.subquery()))).one())
+    return _parse_listed((await connection.execute(_WHOLE.select_from(query.subquery()))).one())
 
 
-def _listed(found: Any) -> list[Listed]:
-    heads, shown = found
+def _parse_listed(row: Any) -> list[Listed]:
+    heads, shown = row
     # JSON never contains this character unescaped.
     pairs = zip(json.loads(heads), shown.split("\x1f"), strict=True) if heads else ()
     return [Listed._make((*head, one)) for head, one in pairs]
 
 
-def _chosen(shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
+def _filtered_runs(shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
     if len(filters.status) < 2:
-        return shown.where(*filters.conditions(), *filters.on_status())
+        return shown.where(*filters.all_conditions(), *filters.on_status())
     # An index returns each status in the right order; all together would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
-        of_status = select(Run.id).where(*filters.conditions(), Run.status == status.value)
+        of_status = select(Run.id).where(*filters.all_conditions(), Run.status == status.value)
         if paging.after is not None:
             of_status = of_status.where(Run.id < paging.after)
         some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
@@ -403,9 +409,9 @@ def _chosen(shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging) -
     return shown.where(Run.id.in_(select(ids.c.id)))
 
 
-async def counts(session: AsyncSession, filters: Filters) -> dict[str, int]:
+async def count_by_status(session: AsyncSession, filters: Filters) -> dict[str, int]:
     """Count the runs of each status that pass the filters, without the one on the status."""
-    query = select(Run.status, func.count().label("number")).where(*filters.conditions()).group_by(Run.status)
+    query = select(Run.status, func.count().label("number")).where(*filters.all_conditions()).group_by(Run.status)
     return {row.status: row.number for row in (await session.execute(query)).all()}
 
 
@@ -430,7 +436,7 @@ class _Place(NamedTuple):
 async def _best_first(
     connection: AsyncConnection, view: View, filters: Filters, paging: Paging
 ) -> tuple[list[Listed], bool]:
-    after = None if paging.after is None else await _place(connection, paging.after)
+    after = None if paging.after is None else await _find_place(connection, paging.after)
     first = 0
     if after is not None:
         first = len(_TIERS) if after.tier is None else _TIERS.index(after.tier)
@@ -444,9 +450,14 @@ async def _best_first(
     if len(runs) <= paging.limit:
         last = after.id if after is not None and after.tier is None else None
         measures = (Run.final_score, Run.final_loss, Run.best_score, Run.best_loss)
-        conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE, *(one.is_(None) for one in measures)]
+        conditions = [
+            *filters.all_conditions(),
+            *filters.on_status(),
+            IS_COMPARABLE,
+            *(one.is_(None) for one in measures),
+        ]
         without = _VIEWS[view].where(*conditions)
-        runs += await _fetch(connection, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
+        runs += await _fetch_as_one(connection, newest_first(without, Run.id, Paging(paging.limit - len(runs), last)))
     return runs[: paging.limit], len(runs) > paging.limit
 
 
@@ -454,31 +465,35 @@ async def _of_tier(
     connection: AsyncConnection, view: View, filters: Filters, tier: _Tier, start: _Place | None, most: int
 ) -> list[Listed]:
     """Return the best runs of a tier, from the one after `start`."""
-    given = filters.parameters()
-    if given is None:
-        conditions = [*filters.conditions(), *filters.on_status(), IS_COMPARABLE]
+    parameters = filters.as_parameters()
+    if parameters is None:
+        conditions = [*filters.all_conditions(), *filters.on_status(), IS_COMPARABLE]
         after = None if start is None else tuple_(literal(start.value, Double), literal(start.id, Text))
-        return await _fetch(connection, _ranked(_VIEWS[view], tier, conditions, after, literal(most, Integer)))
-    values: dict[str, Any] = given | {"most": most}
+        return await _fetch_as_one(
+            connection, _rank_runs(_VIEWS[view], tier, conditions, after, literal(most, Integer))
+        )
+    values: dict[str, Any] = parameters | {"most": most}
     if start is not None:
         values |= {"after": start.id, "after_value": start.value}
-    return await _execute(connection, _best(view, tier, tuple(given), continues=start is not None), values)
+    return await _execute_statement(
+        connection, _best_runs(view, tier, tuple(parameters), continues=start is not None), values
+    )
 
 
 @lru_cache(maxsize=_COMPILED)
-def _best(view: View, tier: _Tier, names: tuple[str, ...], *, continues: bool) -> _Statement:
+def _best_runs(view: View, tier: _Tier, names: tuple[str, ...], *, continues: bool) -> _Statement:
     after = tuple_(_AFTER_VALUE, _AFTER) if continues else None
-    return _compile(_ranked(_VIEWS[view], tier, [*_conditions(names), IS_COMPARABLE], after, _MOST))
+    return _compile_query(_rank_runs(_VIEWS[view], tier, [*_bound_conditions(names), IS_COMPARABLE], after, _MOST))
 
 
-async def _place(connection: AsyncConnection, run_id: str) -> _Place:
+async def _find_place(connection: AsyncConnection, run_id: str) -> _Place:
     query = select(Run.method, Run.best_score, Run.best_loss).where(Run.id == run_id)
-    found = (await connection.execute(query)).one_or_none()
-    if found is None:
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
         raise _unknown_cursor()
-    is_evaluated = found.best_score is not None
-    value = found.best_score if is_evaluated else found.best_loss
-    tier = None if value is None else _Tier(TrainingMethod(found.method), is_evaluated)
+    is_evaluated = row.best_score is not None
+    value = row.best_score if is_evaluated else row.best_loss
+    tier = None if value is None else _Tier(TrainingMethod(row.method), is_evaluated)
     return _Place(tier, value, run_id)
 
 
@@ -486,7 +501,7 @@ def _is_of(method: TrainingMethod) -> ColumnElement[bool]:
     return Run.method == method.value
 
 
-def _ranked(
+def _rank_runs(
     chosen: Select[*tuple[Any, ...]],
     tier: _Tier,
     conditions: list[ColumnElement[bool]],
@@ -515,10 +530,10 @@ async def best_of(session: AsyncSession, experiment_id: str) -> list[Any]:
     """Return the best run of each method in an experiment: id, name, method, score, loss; of equal ones, the older."""
     named = select(Run.id, Run.name, Run.method, Run.best_score, Run.best_loss)
     conditions = [Run.experiment_id == experiment_id, IS_COMPARABLE]
-    found: dict[TrainingMethod, Any] = {}
+    best_by_method: dict[TrainingMethod, Any] = {}
     for tier in _TIERS:
-        if tier.method not in found:
-            best = (await session.execute(_ranked(named, tier, conditions, None, literal(1, Integer)))).one_or_none()
+        if tier.method not in best_by_method:
+            best = (await session.execute(_rank_runs(named, tier, conditions, None, literal(1, Integer)))).one_or_none()
             if best is not None:
-                found[tier.method] = best
-    return list(found.values())
+                best_by_method[tier.method] = best
+    return list(best_by_method.values())

@@ -58,7 +58,7 @@ class Policy:
     runs_days: float | None = None
 
     @classmethod
-    def of(cls, settings: Settings) -> "Policy":
+    def from_settings(cls, settings: Settings) -> "Policy":
         """Return the policy of the settings."""
         return cls(settings.keep_events_days, settings.keep_checkpoints_days, settings.keep_runs_days)
 
@@ -80,7 +80,7 @@ class PruneResult:
     is_busy: bool = False
     """Another process was pruning; nothing was done."""
 
-    def summary(self, dry_run: bool) -> str:
+    def as_sentence(self, dry_run: bool) -> str:
         """Return a summary sentence."""
         months = f"the events of {', '.join(self.months)}" if self.months else "no events"
         size = f"{self.checkpoint_bytes / 2**20:,.0f} MiB"
@@ -105,11 +105,11 @@ class Pruning:
         self._storage = storage
         self._policy = policy
         self._dry_run = dry_run
-        self._found = PruneResult()
+        self._result = PruneResult()
         self._now = datetime.max.replace(tzinfo=UTC)
         """Time of the database: if the clock of this machine is ahead, that must not make anything look old."""
 
-    async def all(self) -> PruneResult:
+    async def apply_policy(self) -> PruneResult:
         """Apply the policy; return what was deleted."""
         async with self._engine.connect() as turn:
             await turn.execute(text("SET LOCAL idle_in_transaction_session_timeout = 0"))
@@ -122,28 +122,28 @@ class Pruning:
                 if change != 0.0:
                     log.warning("nothing is pruned now: the clock of the database's host was set by %+.0f s", change)
                     return PruneResult()
-            for step in self._steps():
+            for step in self._prune_steps():
                 try:
                     with skipping_errors(log, "a part of the retention failed"):
                         await step
                 except StoreUnavailable as error:  # what is in the database does not wait for it
                     log.warning("files of checkpoints cannot be deleted, trying again later: %s", error)
-        return self._found
+        return self._result
 
-    def _steps(self) -> Iterator[Coroutine[Any, Any, None]]:
+    def _prune_steps(self) -> Iterator[Coroutine[Any, Any, None]]:
         policy = self._policy
         if policy.runs_days is not None:
-            yield self._runs(self._before(policy.runs_days))
+            yield self._prune_runs(self._days_ago(policy.runs_days))
         if policy.checkpoints_days is not None:
-            yield self._checkpoints(self._before(policy.checkpoints_days))
+            yield self._prune_checkpoints(self._days_ago(policy.checkpoints_days))
         if policy.checkpoints_days is not None and not self._dry_run:
             yield self._left_over()
         if policy.events_days is not None:
-            yield self._events(self._before(policy.events_days))
+            yield self._prune_events(self._days_ago(policy.events_days))
         if not self._dry_run:
-            yield self._audit(id_at("aud", self._before(KEPT_DAYS)))
+            yield self._prune_audit(id_at("aud", self._days_ago(KEPT_DAYS)))
 
-    async def _audit(self, before: str) -> None:
+    async def _prune_audit(self, before: str) -> None:
         """Delete audit entries that are more than a year old."""
         old = select(AuditEntry.id).where(AuditEntry.id < before).order_by(AuditEntry.id).limit(10_000)
         rows = 1
@@ -152,10 +152,10 @@ class Pruning:
                 gone = delete(AuditEntry).where(AuditEntry.id.in_(old)).returning(AuditEntry.id)
                 rows = len((await session.scalars(gone)).all())
 
-    def _before(self, days: float) -> datetime:
+    def _days_ago(self, days: float) -> datetime:
         return self._now - timedelta(days=days)
 
-    async def _runs(self, before: datetime) -> None:
+    async def _prune_runs(self, before: datetime) -> None:
         """Delete whole runs, first those that no other run needs; others become deletable by that."""
         gone: set[str] = set()
         while True:
@@ -170,19 +170,19 @@ class Pruning:
                     Checkpoint.run_id == Run.id, Checkpoint.pinned, Checkpoint.deleted_at.is_(None)
                 )
                 free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]
-                query = select(Run.id).where(*_ended(before), *free, ~pinned.exists(), Run.id != deleted)
-                found = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
-                if not found:
+                query = select(Run.id).where(*_ended_before(before), *free, ~pinned.exists(), Run.id != deleted)
+                run_ids = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
+                if not run_ids:
                     break
-                self._found.runs += len(found)
+                self._result.runs += len(run_ids)
                 if self._dry_run:
-                    gone.update(found)
+                    gone.update(run_ids)
                 else:
-                    await deletion.delete_rows(session, select(Run.id).where(Run.id.in_(found)))
+                    await deletion.delete_rows(session, select(Run.id).where(Run.id.in_(run_ids)))
         if not self._dry_run:
             await deletion.delete_remaining_data(self._sessions, self._storage)
 
-    async def _checkpoints(self, before: datetime) -> None:
+    async def _prune_checkpoints(self, before: datetime) -> None:
         """Delete checkpoints of runs that have ended, except the furthest and the best of each."""
         last = ""
         several = (
@@ -192,7 +192,7 @@ class Pruning:
             .having(func.count() > 1)
         )
         while True:
-            query = select(Run.id).where(*_ended(before), ~Run.pinned, Run.id.in_(several), Run.id > last)
+            query = select(Run.id).where(*_ended_before(before), ~Run.pinned, Run.id.in_(several), Run.id > last)
             async with self._sessions() as session:
                 runs = (await session.scalars(query.order_by(Run.id).limit(_RUNS_AT_ONCE))).all()
             for run_id in runs:
@@ -205,35 +205,35 @@ class Pruning:
     async def _checkpoints_of(self, run_id: str, before: datetime) -> None:
         async with self._sessions() as session, session.begin():
             # A concurrent resume has locked the run; and the run may have been pinned since it was found.
-            still = select(Run.id).where(Run.id == run_id, *_ended(before), ~Run.pinned)
+            still = select(Run.id).where(Run.id == run_id, *_ended_before(before), ~Run.pinned)
             if await session.scalar(still.with_for_update()) is None:
                 return
             rows = (await session.execute(retention.retire_ended(run_id))).all()
-            self._found.checkpoints += len(rows)
-            self._found.checkpoint_bytes += sum(row.bytes for row in rows)
+            self._result.checkpoints += len(rows)
+            self._result.checkpoint_bytes += sum(row.bytes for row in rows)
             if self._dry_run:
                 await session.rollback()
                 return
         for row in rows:
-            await self._remove(run_id, row.attempt, row.name)
+            await self._remove_checkpoint(run_id, row.attempt, row.name)
 
     async def _left_over(self) -> None:
         """Delete folders of checkpoints that were marked as deleted before an earlier pass was interrupted."""
         marked = (
             select(Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name)
             .join(Run, Run.id == Checkpoint.run_id)
-            .where(Checkpoint.deleted_at > self._before(_LOOK_BACK_DAYS), Run.status.in_(TERMINAL))
+            .where(Checkpoint.deleted_at > self._days_ago(_LOOK_BACK_DAYS), Run.status.in_(TERMINAL))
         )
         async with self._sessions() as session:
             rows = (await session.execute(marked)).all()
         for row in rows:
-            await self._remove(row.run_id, row.attempt, row.name)
+            await self._remove_checkpoint(row.run_id, row.attempt, row.name)
 
-    async def _remove(self, run_id: str, attempt: int, name: str) -> None:
+    async def _remove_checkpoint(self, run_id: str, attempt: int, name: str) -> None:
         with skipping_errors(log, "cannot delete checkpoint %s of %s", name, run_id):
             await self._storage.in_transfer(self._storage.remove_checkpoint, run_id, attempt, name)
 
-    async def _events(self, before: datetime) -> None:
+    async def _prune_events(self, before: datetime) -> None:
         async with self._sessions() as session:
             partitions = (
                 await session.scalars(
@@ -250,15 +250,15 @@ class Pruning:
             if month_after(start) > before:
                 continue
             try:
-                if await self._month(name, start, before):
-                    self._found.months.append(f"{start:%Y-%m}")
+                if await self._prune_month(name, start, before):
+                    self._result.months.append(f"{start:%Y-%m}")
             except OperationalError as error:
                 # For example, its table is in use: the other months do not wait for that.
                 log.warning("cannot delete the events of %s, trying again later: %s", f"{start:%Y-%m}", error.orig)
             except Exception:
                 log.exception("cannot delete the events of %s, trying again later", f"{start:%Y-%m}")
 
-    async def _month(self, name: str, start: datetime, before: datetime) -> bool:
+    async def _prune_month(self, name: str, start: datetime, before: datetime) -> bool:
         """Drop a month's partition, or replace it by one with the events of pinned runs only; no row is deleted."""
         low, high = id_at("run", start), id_at("run", month_after(start))
         inside = (Run.id >= low, Run.id < high)
@@ -271,45 +271,45 @@ class Pruning:
                 return False
             # Locked, so that none of them is pinned in between.
             held = select(Run.id, Run.pinned).where(*inside).with_for_update(read=True)
-            kept = [row.id for row in (await session.execute(held)).all() if row.pinned]
+            pinned_ids = [row.id for row in (await session.execute(held)).all() if row.pinned]
             has_others = text(f"SELECT 1 FROM {name} WHERE run_id <> ALL(:kept) LIMIT 1")
-            if not await session.scalar(has_others, {"kept": kept}):
+            if not await session.scalar(has_others, {"kept": pinned_ids}):
                 return False
             if not self._dry_run:
-                await _drop_from_feed(session, kept, low, high)
-                truncated = update(Run).where(*inside, Run.id.not_in(kept), Run.first_seq <= Run.event_seq)
+                await _drop_from_feed(session, pinned_ids, low, high)
+                truncated = update(Run).where(*inside, Run.id.not_in(pinned_ids), Run.first_seq <= Run.event_seq)
                 await session.execute(truncated.values(first_seq=Run.event_seq + 1))
                 # Last: from here to the commit, no event of any run can be stored.
-                await _exchange(session, name, kept, low, high)
+                await _exchange_partition(session, name, pinned_ids, low, high)
         return True
 
 
-async def _drop_from_feed(session: AsyncSession, kept: list[str], low: str, high: str) -> None:
+async def _drop_from_feed(session: AsyncSession, pinned_ids: list[str], low: str, high: str) -> None:
     """Delete the events of a month's runs from the feed of all runs; `TRUNCATED` takes the place of the last one."""
 
-    def dropped(table: type[FeedEvent | QueuedFeedEvent]) -> tuple[ColumnElement[bool], ...]:
-        return (table.run_id >= low, table.run_id < high, table.run_id.not_in(kept))
+    def dropped_rows(table: type[FeedEvent | QueuedFeedEvent]) -> tuple[ColumnElement[bool], ...]:
+        return (table.run_id >= low, table.run_id < high, table.run_id.not_in(pinned_ids))
 
-    last = select(func.max(FeedEvent.number)).where(*dropped(FeedEvent)).scalar_subquery()
+    last = select(func.max(FeedEvent.number)).where(*dropped_rows(FeedEvent)).scalar_subquery()
     marked = update(FeedEvent).where(FeedEvent.number == last).values(run_id=feed.TRUNCATED, seq=0)
     await session.execute(marked)
     for table in (QueuedFeedEvent, FeedEvent):
-        await session.execute(delete(table).where(*dropped(table)))
+        await session.execute(delete(table).where(*dropped_rows(table)))
 
 
-async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str, high: str) -> None:
+async def _exchange_partition(session: AsyncSession, name: str, pinned_ids: list[str], low: str, high: str) -> None:
     # No injection: names are those of this service's partitions; bounds contain only digits and base32.
-    if kept:
+    if pinned_ids:
         await session.execute(text(f"CREATE TABLE {name}_kept (LIKE {name} INCLUDING ALL)"))
         await session.execute(
-            text(f"INSERT INTO {name}_kept SELECT * FROM {name} WHERE run_id = ANY(:kept)"), {"kept": kept}
+            text(f"INSERT INTO {name}_kept SELECT * FROM {name} WHERE run_id = ANY(:kept)"), {"kept": pinned_ids}
         )
         # With a valid constraint, attaching does not scan the table while it holds the lock.
         within = f"run_id IS NOT NULL AND run_id >= '{low}' AND run_id < '{high}'"
         await session.execute(text(f"ALTER TABLE {name}_kept ADD CONSTRAINT within CHECK ({within})"))
     await session.execute(text(f"ALTER TABLE run_events DETACH PARTITION {name}"))
     await session.execute(text(f"DROP TABLE {name}"))
-    if kept:
+    if pinned_ids:
         await session.execute(text(f"ALTER TABLE {name}_kept RENAME TO {name}"))
         await session.execute(
             text(f"ALTER TABLE run_events ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')")
@@ -317,29 +317,29 @@ async def _exchange(session: AsyncSession, name: str, kept: list[str], low: str,
         await session.execute(text(f"ALTER TABLE {name} DROP CONSTRAINT within"))
 
 
-def _ended(before: datetime) -> list[ColumnElement[bool]]:
+def _ended_before(before: datetime) -> list[ColumnElement[bool]]:
     # Ids sort by creation time, which precedes the end, so this bounds the search by the primary key.
     started_before: Any = Run.id < id_at("run", before + timedelta(days=1))
     return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
 
 
-def prune(settings: Settings, policy: Policy, dry_run: bool) -> PruneResult:
+def run_prune(settings: Settings, policy: Policy, dry_run: bool) -> PruneResult:
     """Run one pass, for a command."""
 
-    async def once() -> PruneResult:
+    async def run_pass() -> PruneResult:
         engine = async_engine(settings.database_url or "", pool_size=2)
         try:
-            return await Pruning(engine, Storage.shared(settings), policy, dry_run).all()
+            return await Pruning(engine, Storage.shared(settings), policy, dry_run).apply_policy()
         finally:
             await engine.dispose()
 
-    return asyncio.run(once())
+    return asyncio.run(run_pass())
 
 
 def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> asyncio.Task[None]:
     """Prune by the settings every hour, until cancelled; also finish the deletion of runs."""
 
-    async def loop() -> None:
+    async def prune_periodically() -> None:
         sessions = async_sessionmaker(engine, expire_on_commit=False)
         while True:
             clock_watch = ClockWatch(_CLOCK_TOLERANCE_SECONDS)
@@ -350,9 +350,11 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
                     now = (await session.execute(select(func.clock_timestamp()))).scalar_one()
                     clock_watch.observe(now, sent, time.monotonic())
                 await asyncio.sleep(_WATCH_SECONDS)
-                found = await Pruning(engine, storage, Policy.of(settings), clock_watch=clock_watch).all()
-                if found != PruneResult() and not found.is_busy:
-                    log.info("pruned: %s", found)
+                result = await Pruning(
+                    engine, storage, Policy.from_settings(settings), clock_watch=clock_watch
+                ).apply_policy()
+                if result != PruneResult() and not result.is_busy:
+                    log.info("pruned: %s", result)
             except Exception as error:
                 if as_api_error(error) is None:
                     log.exception("pruning failed, trying again in an hour")
@@ -360,4 +362,4 @@ def in_background(engine: AsyncEngine, storage: Storage, settings: Settings) -> 
                     log.info("pruning is delayed: %s", error)
             await asyncio.sleep(_EVERY_SECONDS - _WATCH_SECONDS)
 
-    return asyncio.create_task(loop(), name="pruning")
+    return asyncio.create_task(prune_periodically(), name="pruning")

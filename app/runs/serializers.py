@@ -1,6 +1,6 @@
 """Serializers of runs: the responses of the run endpoints and of the backends, from rows of `runs`.
 
-Fields are columns of the same name, but for those of `_derived`: paths are absolute, in the service's storage.
+Fields are columns of the same name, but for those of `_derived_fields`: paths are absolute, in the service's storage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from app.contracts.run_task import RunTask
 from app.contracts.schemas.runs.reads import Prediction, RunRead, RunStopped, StopOutlook
 from app.infra.storage import Storage
 from app.runs import service
-from app.runs.checkpoints.service import preferred
+from app.runs.checkpoints.service import preferred_checkpoint
 from app.runs.estimates import probe
 from app.runs.estimates.store import estimate_and_measurements
 from app.runs.metrics.outlines import Outline
-from app.runs.metrics.points import evaluated, recent
+from app.runs.metrics.points import newest_evaluation, read_recent
 from app.tables.runs import Run
 
 SUMMARY = (
@@ -38,20 +38,22 @@ async def run_read(session: AsyncSession, storage: Storage, run: Run, prediction
 
     `prediction` says when the run starts and finishes; None where it is not asked for.
     """
-    return RunRead(**await _fields(session, storage, run), prediction=prediction)
+    return RunRead(**await _run_fields(session, storage, run), prediction=prediction)
 
 
 async def run_stopped(session: AsyncSession, storage: Storage, run: Run, outlook: StopOutlook) -> RunStopped:
     """Return a run as `run_read` does, with the expected result of its stop; for the endpoint that stops runs."""
-    return RunStopped(**await _fields(session, storage, run), stop=outlook)
+    return RunStopped(**await _run_fields(session, storage, run), stop=outlook)
 
 
-async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str, Any]:
-    history = await recent(session, run.id, _HISTORY) if run.attempt else []
+async def _run_fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str, Any]:
+    history = await read_recent(session, run.id, _HISTORY) if run.attempt else []
     same = {name: getattr(run, name) for name in (*SUMMARY, *FULL)}
     # A run that was never claimed has neither checkpoints nor metrics, so its creation does not wait for them.
-    saved = await preferred(session, run) if run.attempt else None
-    derived = _derived(storage, run) | _derived_full(storage, run, [saved.step, saved.attempt] if saved else None)
+    saved = await preferred_checkpoint(session, run) if run.attempt else None
+    derived = _derived_fields(storage, run) | _derived_full(
+        storage, run, [saved.step, saved.attempt] if saved else None
+    )
     derived |= {"id": run.id, "last_seq": run.event_seq}
     reward_runs = await service.reward_run_ids(session, run)
     expected, real = await estimate_and_measurements(session, run, probe.seconds_of_step(history))
@@ -67,8 +69,8 @@ async def _fields(session: AsyncSession, storage: Storage, run: Run) -> dict[str
         "reward_run_ids": list(reward_runs),
         "extra_eval_datasets": await service.extra_eval_datasets(session, run),
     }
-    best_eval = None if run.best_score is None else method_of(run.config).score(run.best_score)
-    evaluation = await evaluated(session, run.id) if run.task == RunTask.evaluate else None
+    best_eval = None if run.best_score is None else method_of(run.config).to_score(run.best_score)
+    evaluation = await newest_evaluation(session, run.id) if run.task == RunTask.evaluate else None
     taken |= {"best_eval": best_eval, "evaluation": evaluation, "metrics_history": history}
     return {**same, **derived, **taken}
 
@@ -89,7 +91,7 @@ def run_page(
     items = []
     for row in rows:
         prediction = predictions.get(row.id)
-        more = _derived(storage, row)
+        more = _derived_fields(storage, row)
         more["prediction"] = prediction.model_dump(mode="json") if prediction else None
         if full:
             more |= _derived_full(storage, row, row.furthest)
@@ -120,13 +122,13 @@ def row_page(
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
-def _derived(storage: Storage, run: Any) -> dict[str, Any]:
+def _derived_fields(storage: Storage, run: Any) -> dict[str, Any]:
     """Return fields of every run in a list that are not columns of the same name."""
-    output = None if run.output_attempt is None else storage.shown(run.id, run.output_attempt, "output")
+    output = None if run.output_attempt is None else storage.shown_path(run.id, run.output_attempt, "output")
     return {"fine_tuned_model": output}
 
 
 def _derived_full(storage: Storage, run: Any, furthest: list[int] | None) -> dict[str, Any]:
     """Return those of a run with its configuration; `furthest` is step and attempt of the newest good checkpoint."""
-    checkpoint = storage.shown(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
+    checkpoint = storage.shown_path(run.id, furthest[1], f"checkpoint-{furthest[0]}") if furthest else None
     return {"run_id": run.id, "checkpoint_path": checkpoint}

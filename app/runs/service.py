@@ -20,7 +20,7 @@ from app.tables.events import RunEvent
 from app.tables.runs import Run, RunEvalDataset, RunRewardModel
 
 
-async def get(session: AsyncSession, run_id: str) -> Run:
+async def get_run(session: AsyncSession, run_id: str) -> Run:
     """Return the run; raise `run_not_found` if there is none."""
     run = await session.get(Run, run_id) if is_id(run_id, "run") else None
     if run is None:
@@ -62,7 +62,7 @@ async def run_facts(session: AsyncSession, run: Run) -> tuple[dict[str, Any] | N
     return {name: value for name, value in facts.items() if name not in invalid}, replaced or []
 
 
-async def trains(session: AsyncSession, run_id: str) -> bool:
+async def is_training_task(session: AsyncSession, run_id: str) -> bool:
     """Return True if the run trains, or if there is none."""
     # Not the whole row, which the session would return again after the run has changed.
     return await session.scalar(select(Run.task).where(Run.id == run_id)) in (None, RunTask.train)
@@ -85,12 +85,12 @@ async def requested_stop(session: AsyncSession, run_id: str) -> RequestedStop:
     return RequestedStop(*row)
 
 
-async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
+async def edit_run(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
     """Change the name, tags, pin or priority of a run; fields that were not given stay unchanged.
 
     A new priority is refused with 409 if the run has ended.
     """
-    run = await lock(session, run_id)
+    run = await lock_run(session, run_id)
     if body.priority is not None and run.status in TERMINAL:
         raise conflict("run_has_ended", f"Run {run_id} is {run.status}: `priority` applies to runs that wait.")
     for name, value in body.model_dump(exclude_none=True).items():
@@ -99,7 +99,7 @@ async def edit(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
     return run
 
 
-async def lock(session: AsyncSession, run_id: str, *, for_child: bool = False) -> Run:
+async def lock_run(session: AsyncSession, run_id: str, *, for_child: bool = False) -> Run:
     """Return the run, locked until the commit; `for_child`: it may change, but not be deleted."""
     query = select(Run).where(Run.id == run_id).execution_options(populate_existing=True)
     run = await session.scalar(query.with_for_update(read=for_child, key_share=for_child))
@@ -108,7 +108,7 @@ async def lock(session: AsyncSession, run_id: str, *, for_child: bool = False) -
     return run
 
 
-async def stop(
+async def stop_run(
     session: AsyncSession, run_id: str, mode: StopMode = "checkpoint", grace_seconds: float | None = None
 ) -> Run:
     """Request a stop; no error if a stop has ended the run, 409 if it ended by itself.
@@ -116,11 +116,11 @@ async def stop(
     Mode `best` requires that a best checkpoint exists. `grace_seconds` applies to immediate stops.
     """
     if mode == "epoch_end":
-        asked = machine.request_stop_at_epoch_end(run_id)
+        statement = machine.request_stop_at_epoch_end(run_id)
     else:
-        asked = machine.request_stop(run_id, mode, grace_seconds)
-    moved = (await session.execute(asked)).mappings().one_or_none()
-    run = await get(session, run_id)
+        statement = machine.request_stop(run_id, mode, grace_seconds)
+    moved = (await session.execute(statement)).mappings().one_or_none()
+    run = await get_run(session, run_id)
     if moved is None and run.status != "cancelled":
         raise conflict(
             "run_has_ended", f"Run {run_id} is {run.status}: it has ended by itself and can no longer be stopped."

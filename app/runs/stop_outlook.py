@@ -10,22 +10,22 @@ from app.runs.checkpoints.service import best_good, furthest_good, slowest_save
 from app.tables.runs import AttemptTimings, Run
 
 
-async def outlook(
-    session: AsyncSession, run: Run, asked: StopMode, grace_seconds: float, *, found_no_best: bool = False
+async def describe_stop(
+    session: AsyncSession, run: Run, requested_mode: StopMode, grace_seconds: float, *, found_no_best: bool = False
 ) -> StopOutlook:
-    """Describe the stop that is in effect on `run`, after a request with the mode `asked`.
+    """Describe the stop that is in effect on `run`, after a request with the mode `requested_mode`.
 
     `found_no_best` means that the best checkpoint was requested, and there is none.
     """
-    mode = run.stop_mode or asked
+    mode = run.stop_mode or requested_mode
     seconds = await slowest_save(session, run.id)
     saves = mode in ("checkpoint", "epoch_end") and run.status in ("running", "checkpointing")
-    needed = await _needed(session, run, seconds) if saves and seconds is not None else None
+    needed = await _needed_seconds(session, run, seconds) if saves and seconds is not None else None
     suffices = needed <= grace_seconds if needed is not None else None
     parts = []
     if found_no_best and mode == "checkpoint" and saves:
         parts.append("No evaluation has found a best checkpoint yet, so the current state is saved.")
-    elif asked != mode and run.status not in TERMINAL:
+    elif requested_mode != mode and run.status not in TERMINAL:
         parts.append(f"An earlier stop with mode `{mode}` remains in effect.")
     if run.status in TERMINAL:
         parts.append(f"The run is {run.status}.")
@@ -44,7 +44,7 @@ async def outlook(
     )
 
 
-async def _needed(session: AsyncSession, run: Run, save_seconds: float) -> float:
+async def _needed_seconds(session: AsyncSession, run: Run, save_seconds: float) -> float:
     """Return the seconds that a stop may take: the current step, a checkpoint in progress, and the last one."""
     timings = await session.scalar(
         select(AttemptTimings.timings).where(AttemptTimings.run_id == run.id, AttemptTimings.attempt == run.attempt)

@@ -15,7 +15,7 @@ async def set_secret(
     name: str, body: SecretValue, session: Session, settings: CurrentSettings, caller: CurrentCaller
 ) -> SecretView:
     """Set a token for runs or imports, such as `hf_token`; it replaces an earlier one and cannot be read back."""
-    secret = await service.put(session, settings, name, body.value.get_secret_value(), caller.key_id)
+    secret = await service.put_secret(session, settings, name, body.value.get_secret_value(), caller.key_id)
     return SecretView.model_validate(secret)
 
 
@@ -28,4 +28,4 @@ async def list_secrets(session: Session) -> SecretList:
 @router.delete("/{name}", status_code=204)
 async def delete_secret(name: str, session: Session) -> None:
     """Delete a secret; running attempts that have received it keep it until they end."""
-    await service.remove(session, name)
+    await service.remove_secret(session, name)

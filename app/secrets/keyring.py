@@ -34,13 +34,13 @@ class Keyring:
         """Id of the encryption key."""
 
     @classmethod
-    def of(cls, settings: Settings, make: bool = False) -> "Keyring":
+    def from_settings(cls, settings: Settings, make: bool = False) -> "Keyring":
         """Load the keys of this machine; with `make`, create the file if it is missing. Raises KeyringError."""
         path = settings.secret_key_path
         try:
             if make and not path.exists():
-                _make(path)
-            return cls(_read(path))
+                _make_key_file(path)
+            return cls(_read_keys(path))
         except FileNotFoundError:
             raise KeyringError(
                 f"There is no key file {path}: copy the key file that encrypted the secrets to this path, or set "
@@ -49,7 +49,7 @@ class Keyring:
         except (OSError, SetupError) as error:
             raise KeyringError(f"The key file {path} cannot be used: {error}.") from None
 
-    def seal(self, name: str, value: str) -> bytes:
+    def seal_value(self, name: str, value: str) -> bytes:
         """Encrypt a value; it can be decrypted only with the same name and key."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -57,7 +57,7 @@ class Keyring:
         box = AESGCM(self._keys[self.sealing_id])
         return nonce + box.encrypt(nonce, value.encode(), _bound_to(name, self.sealing_id))
 
-    def open(self, name: str, key_id: str, sealed: bytes) -> str:
+    def open_sealed(self, name: str, key_id: str, sealed: bytes) -> str:
         """Decrypt a value. Raises KeyringError."""
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -82,7 +82,7 @@ def _id_of(key: bytes) -> str:
     return hashlib.sha256(b"anneal key id\0" + key).hexdigest()[:12]
 
 
-def _read(path: Path) -> list[bytes]:
+def _read_keys(path: Path) -> list[bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(file.fileno()).st_mode & _FORBIDDEN_MODES:
@@ -102,7 +102,7 @@ def _read(path: Path) -> list[bytes]:
     return keys
 
 
-def _make(path: Path) -> None:
+def _make_key_file(path: Path) -> None:
     """Create a key file with one key atomically; if another process was first, its file is kept."""
     make_private_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -16,34 +16,34 @@ from app.tables.secrets import Secret
 T = TypeVar("T")
 
 
-async def put(session: AsyncSession, settings: Settings, name: str, value: str, created_by: str) -> Secret:
+async def put_secret(session: AsyncSession, settings: Settings, name: str, value: str, created_by: str) -> Secret:
     """Store a value under a name, replacing an earlier one; raise 422 for an invalid name or value."""
     try:
-        store.check(name, value)
+        store.check_secret(name, value)
     except ValueError as error:
         field = "name" if str(error).startswith("a name") else "value"
         raise invalid([FieldError(field=field, code="invalid", message=str(error))]) from None
     keyring = await _with_keys(session, lambda connection: store.encryption_keyring(connection, settings))
-    statement = store.put(keyring, name, value, created_by)
+    statement = store.put_secret(keyring, name, value, created_by)
     secret: Secret = (await session.scalars(statement, execution_options={"populate_existing": True})).one()
     return secret
 
 
 async def list_all(session: AsyncSession) -> Sequence[Secret]:
     """Return all secrets, sorted by name."""
-    return (await session.scalars(store.listing())).all()
+    return (await session.scalars(store.select_secrets())).all()
 
 
-async def remove(session: AsyncSession, name: str) -> None:
+async def remove_secret(session: AsyncSession, name: str) -> None:
     """Delete a secret; raise 404 `secret_not_found` if it does not exist."""
-    if await session.scalar(store.remove(name)) is None:
+    if await session.scalar(store.remove_secret(name)) is None:
         raise not_found("secret", name)
 
 
-async def find(session: AsyncSession, settings: Settings, name: str) -> str | None:
+async def find_secret(session: AsyncSession, settings: Settings, name: str) -> str | None:
     """Return the value of a secret for a call from this server to another service; None if it is not set."""
-    found = await _with_keys(session, lambda connection: store.read(connection, settings, [name]))
-    return found.get(name)
+    values = await _with_keys(session, lambda connection: store.read_secrets(connection, settings, [name]))
+    return values.get(name)
 
 
 async def _with_keys(session: AsyncSession, work: Callable[[Connection], T]) -> T:

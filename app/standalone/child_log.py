@@ -45,12 +45,12 @@ class ChildLog:
             whole = text.rfind(b"\n") + 1 or (len(text) if len(text) >= 1024**2 else 0)
             self._offset += whole
             lines = text[:whole].decode(errors="replace").splitlines()
-            found = [line for line in lines if _IMPORTANT.search(line) and not _EXPECTED.search(line)]
-            yield from (_readable(line)[:400] for line in found[:_MAX_LINES_PER_CALL])
+            important = [line for line in lines if _IMPORTANT.search(line) and not _EXPECTED.search(line)]
+            yield from (_readable_line(line)[:400] for line in important[:_MAX_LINES_PER_CALL])
         if size > _MAX_BYTES and self._offset == size:
-            self._rotate()
+            self._rotate_files()
 
-    def _rotate(self) -> None:
+    def _rotate_files(self) -> None:
         """Keep the content as the first earlier file, unless the disk is full, and start the file again."""
         copy = self._make_room()
         try:
@@ -63,7 +63,7 @@ class ChildLog:
         self._offset = 0
 
 
-def _readable(line: str) -> str:
+def _readable_line(line: str) -> str:
     """Return the line unchanged, or level, logger and event if it is a JSON record."""
     try:
         record = json.loads(line)

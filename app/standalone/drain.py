@@ -18,7 +18,7 @@ _MORE_SECONDS = 15.0
 """Time beyond the save grace period after which a worker that is still running counts as hung."""
 
 
-def drain(
+def drain_workers(
     settings: Settings, timeout: float | None = None, console: Console | None = None, names: Sequence[str] = ()
 ) -> int:
     """Drain workers, show their runs in progress, and return the exit code when all of them have ended.
@@ -32,27 +32,29 @@ def drain(
     """
     view = View(console or Console())
     statuses = read_statuses(settings.home)
-    chosen = _named(statuses, names, settings) if names else _all_but_supervised(statuses, settings, view)
-    workers = [status for status in chosen if status.signal(DRAIN_SIGNAL)]
+    chosen = _select_workers(statuses, names, settings) if names else _all_but_supervised(statuses, settings, view)
+    workers = [status for status in chosen if status.send_signal(DRAIN_SIGNAL)]
     if not workers:
         other = "other " if any(status.process.is_near and status.process.exists for status in statuses) else ""
-        view.say(f"No {other}worker runs on this machine with ANNEAL_HOME={settings.home}; nothing to drain.")
+        view.print_line(f"No {other}worker runs on this machine with ANNEAL_HOME={settings.home}; nothing to drain.")
         return 0
     supervised = _supervised_pid(settings)
     for note in workers:
-        view.say(f"Worker {note.id} (process {note.process.pid}) is draining and claims no more runs.")
+        view.print_line(f"Worker {note.id} (process {note.process.pid}) is draining and claims no more runs.")
         if note.process.pid == supervised:
-            view.say(
+            view.print_line(
                 "It is the worker of `anneal up`, which starts none again: run `anneal down` and `anneal up` then."
             )
     try:
-        return _wait(settings, {note.id: note for note in workers}, timeout, view)
+        return _wait_for_workers(settings, {note.id: note for note in workers}, timeout, view)
     except KeyboardInterrupt:
-        view.say("The workers continue draining. Run the command again to watch, or with --timeout 0 to stop them now.")
+        view.print_line(
+            "The workers continue draining. Run the command again to watch, or with --timeout 0 to stop them now."
+        )
         return 130
 
 
-def _named(statuses: Sequence[WorkerStatus], names: Sequence[str], settings: Settings) -> list[WorkerStatus]:
+def _select_workers(statuses: Sequence[WorkerStatus], names: Sequence[str], settings: Settings) -> list[WorkerStatus]:
     """Return the running workers with these ids or process ids."""
     running = [status for status in statuses if status.process.is_near and status.process.exists]
     chosen = []
@@ -76,9 +78,9 @@ def _all_but_supervised(statuses: Sequence[WorkerStatus], settings: Settings, vi
     for status in statuses:
         if not status.process.is_near:
             if not status.draining:
-                view.say(f"Worker {status.id} belongs to another machine or container; drain it there.")
+                view.print_line(f"Worker {status.id} belongs to another machine or container; drain it there.")
         elif status.process.pid == supervised and status.process.exists:
-            view.say(
+            view.print_line(
                 f"Worker {status.id} (process {supervised}) belongs to `anneal up` and goes on. `anneal down` ends it. "
                 f"`anneal worker --drain {status.id}` lets its runs finish; then `anneal up` starts no other before it "
                 "is started again."
@@ -94,36 +96,38 @@ def _supervised_pid(settings: Settings) -> int | None:
     return pids.get("worker") if isinstance(pids, dict) else None
 
 
-def _wait(settings: Settings, workers: dict[str, WorkerStatus], timeout: float | None, view: "View") -> int:
+def _wait_for_workers(settings: Settings, workers: dict[str, WorkerStatus], timeout: float | None, view: "View") -> int:
     began = time.monotonic()
     save_requested = False
     gone = 0
-    with view.live():
+    with view.open_live():
         while workers:
             latest = {note.id: note for note in read_statuses(settings.home)}
             workers = {worker_id: latest.get(worker_id, note) for worker_id, note in workers.items()}
             for note in [note for note in workers.values() if not note.process.exists]:
-                view.say(_ended(note))
+                view.print_line(_end_sentence(note))
                 del workers[note.id]
                 gone += 1
-            view.show(list(workers.values()), time.monotonic() - began)
+            view.show_runs(list(workers.values()), time.monotonic() - began)
             waited = time.monotonic() - began - (timeout or 0.0)
             if timeout is not None and workers and not save_requested and waited >= 0:
                 save_requested = True
-                view.say(f"Timeout of {timeout:g} s reached: the remaining runs are saved and released.")
+                view.print_line(f"Timeout of {timeout:g} s reached: the remaining runs are saved and released.")
                 for note in workers.values():
-                    note.signal(SHUTDOWN_SIGNAL)
+                    note.send_signal(SHUTDOWN_SIGNAL)
             if save_requested and workers and waited > settings.save_grace_seconds + _MORE_SECONDS:
                 for note in workers.values():
-                    view.say(f"Worker {note.id} (process {note.process.pid}) does not exit. Check its log, or kill it.")
+                    view.print_line(
+                        f"Worker {note.id} (process {note.process.pid}) does not exit. Check its log, or kill it."
+                    )
                 return 1
             if workers:
                 time.sleep(_LOOK_SECONDS)
-    view.say(f"Drained: {gone} worker{'s' if gone > 1 else ''} ended.")
+    view.print_line(f"Drained: {gone} worker{'s' if gone > 1 else ''} ended.")
     return 0
 
 
-def _ended(note: WorkerStatus) -> str:
+def _end_sentence(note: WorkerStatus) -> str:
     if note.runs:
         return f"Worker {note.id} was killed; other workers will resume {', '.join(note.runs)}."
     return f"Worker {note.id} has ended."
@@ -137,13 +141,13 @@ class View:
         self._live: Live | None = None
         self._printed: list[str] = []
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a permanent line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def live(self) -> Iterator[None]:
-        """Enter the context in which `show` can be called."""
+    def open_live(self) -> Iterator[None]:
+        """Enter the context in which `show_runs` can be called."""
         if not self._console.is_terminal:
             yield
             return
@@ -151,7 +155,7 @@ class View:
             yield
         self._live = None
 
-    def show(self, workers: list[WorkerStatus], seconds: float) -> None:
+    def show_runs(self, workers: list[WorkerStatus], seconds: float) -> None:
         """Show the runs in progress."""
         if self._live is not None:
             table = Table(box=None, pad_edge=False)
@@ -159,15 +163,15 @@ class View:
                 table.add_column(title)
             for note in workers:
                 for run_id, (step, total) in (note.runs or {"(ending)": [None, None]}).items():
-                    table.add_row(note.id, run_id, _steps(step, total), f"{seconds:.0f} s")
+                    table.add_row(note.id, run_id, _steps_text(step, total), f"{seconds:.0f} s")
             self._live.update(table)
             return
         lines = [f"Still running: {run_id}." for note in workers for run_id in note.runs]
         for line in lines:
             if line not in self._printed:
-                self.say(line)
+                self.print_line(line)
         self._printed = lines
 
 
-def _steps(step: int | None, total: int | None) -> str:
+def _steps_text(step: int | None, total: int | None) -> str:
     return "" if step is None else f"{step:,} of {total:,}" if total else f"{step:,}"

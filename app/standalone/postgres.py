@@ -84,7 +84,7 @@ class Postgres:
         for left in (self._data / "postmaster.pid", self._sockets / SOCKET, self._sockets / f"{SOCKET}.lock"):
             left.unlink(missing_ok=True)
         if self._account is None:
-            self._account = _account(self.folder, self._trainer_user)
+            self._account = _choose_account(self.folder, self._trainer_user)
         if not (self._data / "PG_VERSION").exists():
             self._create_cluster()
         self._check_version()
@@ -182,10 +182,10 @@ class Postgres:
         unfinished.rename(self._data)
 
     def _check_version(self) -> None:
-        found = (self._data / "PG_VERSION").read_text().strip()
-        if found != "18":
+        version = (self._data / "PG_VERSION").read_text().strip()
+        if version != "18":
             raise SetupError(
-                f"{self._data} was written by PostgreSQL {found}, but this is version 18: dump the data with the "
+                f"{self._data} was written by PostgreSQL {version}, but this is version 18: dump the data with the "
                 "old version, or set ANNEAL_HOME to a new folder."
             )
 
@@ -221,7 +221,7 @@ def server_binaries() -> Path:
     return Path(package.origin).parent / "pginstall18" / "bin"
 
 
-def _account(folder: Path, trainer_user: str | None) -> _Account:
+def _choose_account(folder: Path, trainer_user: str | None) -> _Account:
     """Return the first way to run as a non-root user that works here and can access the binaries and `folder`.
 
     Raises:

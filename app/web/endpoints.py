@@ -27,7 +27,7 @@ _FOREVER = "public, max-age=31536000, immutable"
 async def shell(request: Request) -> Response:
     """Serve the shell; its script shows the page of the address."""
     headers = {"Content-Security-Policy": assets.CONTENT_SECURITY_POLICY, "Cache-Control": "no-cache"}
-    return _answer(request, assets.load().shell, headers)
+    return _asset_response(request, assets.load_assets().shell, headers)
 
 
 def with_page_for_people(not_found: ASGIApp) -> ASGIApp:
@@ -50,20 +50,20 @@ for _path in PAGES:
 @router.api_route("/assets/{digest}/{path:path}", methods=["GET", "HEAD"])
 async def asset(request: Request, digest: str, path: str) -> Response:
     """Serve an asset of this version; a page of another version reloads."""
-    found = assets.load()
-    file = found.files.get(path) if digest == found.digest else None
+    loaded = assets.load_assets()
+    file = loaded.files.get(path) if digest == loaded.digest else None
     if file is None:
         raise ApiError(404, "asset_not_found", "This version has no such asset; reload the page.")
-    return _answer(request, file, {"Cache-Control": _FOREVER})
+    return _asset_response(request, file, {"Cache-Control": _FOREVER})
 
 
 @router.api_route("/favicon.ico", methods=["GET", "HEAD"])
 async def icon(request: Request) -> Response:
     """Serve the icon to browsers that ask for it without having seen a page."""
-    return _answer(request, assets.load().files["icon.svg"], {"Cache-Control": "public, max-age=86400"})
+    return _asset_response(request, assets.load_assets().files["icon.svg"], {"Cache-Control": "public, max-age=86400"})
 
 
-def _answer(request: Request, file: assets.Asset, headers: dict[str, str]) -> Response:
+def _asset_response(request: Request, file: assets.Asset, headers: dict[str, str]) -> Response:
     headers["Vary"] = "Accept-Encoding"
     body = file.body
     if file.zipped is not None and "gzip" in request.headers.get("accept-encoding", ""):

@@ -31,7 +31,7 @@ _COPIED = {
 _BUILT = {"vendor_entry.js": "vendor/preact.js", "node_modules/uplot/dist/uPlot.esm.js": "vendor/uplot.js"}
 
 
-def build(target: Path) -> None:
+def build_vendored(target: Path) -> None:
     """Write the vendored files, their licenses and their versions below `target`, as they are in `static`."""
     with tempfile.TemporaryDirectory(prefix="anneal-vendor-") as name:
         work = Path(name)
@@ -47,26 +47,26 @@ def build(target: Path) -> None:
         packages = work / "node_modules"
         for source, output in _COPIED.items():
             shutil.copy(packages / source, target / output)
-        (target / "vendor" / "LICENSES.txt").write_text("\n\n".join(_license(packages, name) for name in PACKAGES))
-        found = {name: _about(packages, name) for name in PACKAGES}
+        (target / "vendor" / "LICENSES.txt").write_text("\n\n".join(_read_license(packages, name) for name in PACKAGES))
+        packages_read = {name: _read_package(packages, name) for name in PACKAGES}
     files = sorted([*_BUILT.values(), *_COPIED.values()])
     hashes = {file: hashlib.sha256((target / file).read_bytes()).hexdigest() for file in files}
-    document = {"packages": found, "files": hashes}
+    document = {"packages": packages_read, "files": hashes}
     (target / "vendor" / "versions.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _about(packages: Path, name: str) -> dict[str, str]:
+def _read_package(packages: Path, name: str) -> dict[str, str]:
     manifest = json.loads((packages / name / "package.json").read_text())
     return {"version": manifest["version"], "license": manifest["license"]}
 
 
-def _license(packages: Path, name: str) -> str:
+def _read_license(packages: Path, name: str) -> str:
     folder = packages / name
     texts = [path for path in sorted(folder.iterdir()) if path.name.upper().startswith("LICENSE")]
-    about = _about(packages, name)
+    about = _read_package(packages, name)
     head = f"{name} {about['version']} ({about['license']})"
     return "\n".join([head, "=" * len(head), "", *(path.read_text().strip() for path in texts)]) + "\n"
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]) if len(sys.argv) > 1 else STATIC)
+    build_vendored(Path(sys.argv[1]) if len(sys.argv) > 1 else STATIC)

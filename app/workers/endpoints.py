@@ -14,11 +14,11 @@ router = APIRouter(prefix="/workers", tags=["workers"])
 @router.get("")
 async def list_workers(session: Session, settings: CurrentSettings, paging: PageQuery) -> Page[WorkerRead]:
     """List workers with their devices and current runs, newest first."""
-    found, has_more = await service.page(session, settings, paging)
-    return Page(data=[_read(presence) for presence in found], has_more=has_more)
+    presences, has_more = await service.list_workers(session, settings, paging)
+    return Page(data=[_read_worker(presence) for presence in presences], has_more=has_more)
 
 
-def _read(presence: service.Presence) -> WorkerRead:
+def _read_worker(presence: service.Presence) -> WorkerRead:
     worker = presence.worker
     return WorkerRead(
         id=worker.id,

@@ -5,11 +5,11 @@ from typing import Any
 from sqlalchemy import Executable, Update, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 
-from app.infra.db import seconds
+from app.infra.db import interval_seconds
 from app.tables.workers import Device, Worker
 
 
-def register(values: dict[str, Any]) -> Executable:
+def register_worker(values: dict[str, Any]) -> Executable:
     """Insert the worker's row; insert it again if retention or an operator has removed it."""
     return (
         insert(Worker)
@@ -25,8 +25,8 @@ def register_devices(devices: list[dict[str, Any]]) -> Executable:
 
 def pause_device(worker_id: str, index: int, trouble: str, pause_seconds: float) -> Update:
     """Let a device take no run for a while."""
-    until = func.clock_timestamp() + seconds(pause_seconds)
-    return _device(worker_id, index).values(trouble=trouble, paused_until=until)
+    until = func.clock_timestamp() + interval_seconds(pause_seconds)
+    return _update_device(worker_id, index).values(trouble=trouble, paused_until=until)
 
 
 def pause_idle_device(worker_id: str, index: int, trouble: str, pause_seconds: float) -> Executable:
@@ -37,19 +37,19 @@ def pause_idle_device(worker_id: str, index: int, trouble: str, pause_seconds: f
 
 def resume_device(worker_id: str, index: int) -> Executable:
     """Record that a device works again."""
-    return _device(worker_id, index).values(trouble=None, paused_until=None)
+    return _update_device(worker_id, index).values(trouble=None, paused_until=None)
 
 
 def store_telemetry(worker_id: str, index: int, telemetry: dict[str, Any]) -> Executable:
     """Store the newest telemetry of a device, with its time."""
-    return _device(worker_id, index).values(telemetry=telemetry)
+    return _update_device(worker_id, index).values(telemetry=telemetry)
 
 
-def _device(worker_id: str, index: int) -> Update:
+def _update_device(worker_id: str, index: int) -> Update:
     return update(Device).where(Device.worker_id == worker_id, Device.index == index)
 
 
-def heartbeat(
+def record_heartbeat(
     worker_id: str, state: str, launch_mode: str, launch_reason: str, group_address: str | None = None
 ) -> Executable:
     """Record a heartbeat; returns no row if the worker is not (or no longer) registered.

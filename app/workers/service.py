@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.pagination import Paging, fetch
+from app.api.pagination import Paging, fetch_page
 from app.config import Settings
 from app.contracts.run_status import LIVE
 from app.tables.parts import RunPart
@@ -25,9 +25,9 @@ class Presence:
     runs: list[str]
 
 
-async def page(session: AsyncSession, settings: Settings, paging: Paging) -> tuple[list[Presence], bool]:
+async def list_workers(session: AsyncSession, settings: Settings, paging: Paging) -> tuple[list[Presence], bool]:
     """Return a page of workers, newest first; workers that ended or stopped sending heartbeats are `offline`."""
-    workers, has_more = await fetch(session, select(Worker), Worker.id, paging)
+    workers, has_more = await fetch_page(session, select(Worker), Worker.id, paging)
     ids = [worker.id for worker in workers]
     devices: dict[str, list[Device]] = defaultdict(list)
     owned = select(Device).where(Device.worker_id.in_(ids)).order_by(Device.worker_id, Device.index)

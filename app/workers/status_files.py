@@ -32,7 +32,7 @@ class WorkerStatus:
     warm: bool = False
     """True once a training process starts without loading its libraries first, or if none is kept ready."""
 
-    def signal(self, number: signal.Signals) -> bool:
+    def send_signal(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process, never to another one that reused its id; False if it has ended."""
         if not self.process.is_near:
             return False
@@ -49,14 +49,14 @@ class WorkerStatusFile:
     """Writer of a worker's status file, updated on changes; a full disk loses the file but does not stop the worker."""
 
     def __init__(self, home: Path, worker_id: str) -> None:
-        self._folder = _folder(home)
+        self._folder = _status_folder(home)
         self._lock = threading.Lock()
-        self._note = WorkerStatus(worker_id, ProcessIdentity.own())
+        self._note = WorkerStatus(worker_id, ProcessIdentity.of_this_process())
 
     def open(self) -> None:
         """Write the first status, and delete status files of workers that ended long ago."""
         for path in self._folder.glob("*.json"):
-            note = _read(path)
+            note = _read_status(path)
             if note is not None and (not note.process.is_near or note.process.exists):
                 continue  # of another machine or container, or still running
             with suppress(OSError):
@@ -99,8 +99,8 @@ class WorkerStatusFile:
 
 def read_statuses(home: Path) -> list[WorkerStatus]:
     """Read all status files of this home, including those of ended workers and of other machines."""
-    found = [_read(path) for path in sorted(_folder(home).glob("*.json"))]
-    return [note for note in found if note is not None]
+    statuses = [_read_status(path) for path in sorted(_status_folder(home).glob("*.json"))]
+    return [note for note in statuses if note is not None]
 
 
 def was_drained(home: Path, pid: int) -> bool:
@@ -109,13 +109,17 @@ def was_drained(home: Path, pid: int) -> bool:
     return any(note.process.pid == pid and note.draining for note in ended)
 
 
-def _folder(home: Path) -> Path:
+def _status_folder(home: Path) -> Path:
     return home / "run" / "workers"
 
 
-def _read(path: Path) -> WorkerStatus | None:
-    found = read_json(path)
+def _read_status(path: Path) -> WorkerStatus | None:
+    document = read_json(path)
     try:
-        return None if found is None else WorkerStatus(**{**found, "process": ProcessIdentity(**found["process"])})
+        return (
+            None
+            if document is None
+            else WorkerStatus(**{**document, "process": ProcessIdentity(**document["process"])})
+        )
     except (KeyError, TypeError):
         return None

@@ -22,7 +22,7 @@ class Goal:
     form: str = "{:,.2f}"
 
     @property
-    def wanted(self) -> str:
+    def requirement(self) -> str:
         """Goal as text."""
         return f"{'≥' if self.at_least else '≤'} {self.text(self.bound)}"
 

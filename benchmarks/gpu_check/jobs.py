@@ -11,7 +11,7 @@ from typing import Any
 from app.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import LIGER_PACKAGE, Precision
-from app.estimator.memory import memory
+from app.estimator.memory import estimate_memory
 from app.estimator.steps import attention_of, micro_batch
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.check import Check
@@ -173,11 +173,14 @@ def estimated_peak_mb(run: Run, length: int) -> float:
     """
     config = TrainingConfig.model_validate(run.effective)
     described = json.loads((Path(run.job.spec["base_model"]["path"]) / "config.json").read_text())
-    model, kind = architecture.read(described), run.job.spec["device"]["kind"]
+    model, kind = architecture.read_architecture(described), run.job.spec["device"]["kind"]
     batch = micro_batch(model, config, length, run.facts.get("sequences"))
     has_liger = run.facts.get("kernels", {}).get("norms", "").startswith(LIGER_PACKAGE)
-    precision, recomputed = Precision.of(config, kind, has_liger=has_liger), round(run.recomputed_part * model.layers)
-    estimate = memory(model, config, precision, batch, recomputed, attention_of(model, config))
+    precision, recomputed = (
+        Precision.for_device(config, kind, has_liger=has_liger),
+        round(run.recomputed_part * model.layers),
+    )
+    estimate = estimate_memory(model, config, precision, batch, recomputed, attention_of(model, config))
     return round((estimate.tensors if kind == "cuda" else estimate.peak) / 2**20, 1)
 
 

@@ -25,7 +25,7 @@ def goals_table(report: Report | None) -> str:
         value = None if report is None else goal.measure(report)
         measured = "not measured" if value is None else goal.text(value)
         rows.append(
-            (goal.name, goal.wanted, measured, "" if value is None else "yes" if goal.is_reached(value) else "no")
+            (goal.name, goal.requirement, measured, "" if value is None else "yes" if goal.is_reached(value) else "no")
         )
     return table(("goal", "wanted", "measured", "reached"), rows)
 

@@ -28,7 +28,7 @@ plugins in [Plugins](../guides/plugins.md).
 """
 
 _FIELDS = "Fields of a run"
-_BY_METHOD = METHODS[DEFAULT_METHOD].defaults(None).keys()
+_BY_METHOD = METHODS[DEFAULT_METHOD].default_fields(None).keys()
 _RATES = """\
 ## Default learning rates
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from app.contracts.gpus import GPUS, Gpu
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.activations import Precision
-from app.estimator.architecture import Architecture, read
+from app.estimator.architecture import Architecture, read_architecture
 from app.estimator.forward_pass import Batch
 from app.estimator.memory_planner import USABLE_FRACTION, memory_of_choices
 from docs.generator import markdown
@@ -63,7 +63,7 @@ def page() -> str:
     text = markdown.header("Which model fits which GPU", "`app/contracts/gpus.py` and the estimator") + _INTRO
     classes = _memory_classes()
     for method, title in _METHODS.items():
-        rows = [[name, *_cells(read(shape), method, classes)] for name, shape in _MODELS.items()]
+        rows = [[name, *_cells(read_architecture(shape), method, classes)] for name, shape in _MODELS.items()]
         text += f"## {title}\n\n" + markdown.table(["model", *(f"{size} GB" for size in classes)], rows)
     text += "## GPUs\n\nFrom the data sheets of the manufacturer: operations are dense products of bfloat16 with 32-bit sums.\n\n"
     columns = ["GPU", "memory, MiB", "TFLOP/s", "GB/s", "column"]
@@ -89,8 +89,8 @@ def _memory_classes() -> dict[int, int]:
 def _cells(model: Architecture, method: str, classes: dict[int, int]) -> list[str]:
     machine = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
     wanted = {"base_model": "any", "method": method, "max_seq_length": _TOKENS}
-    config = resolve(TrainingConfig.model_validate(wanted), sorted(wanted), machine).config
-    precision = Precision.of(config, "cuda")
+    config = resolve_config(TrainingConfig.model_validate(wanted), sorted(wanted), machine).config
+    precision = Precision.for_device(config, "cuda")
     needs = {rows: memory_of_choices(model, config, precision, Batch(rows, _TOKENS)) for rows in _ROWS}
 
     def cell(memory_mb: int) -> str:

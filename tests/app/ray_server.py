@@ -92,14 +92,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.jobs[job_id] = {"status": "PENDING", "message": "Job has not started yet."}
         return self._answer(200, {"job_id": job_id, "submission_id": job_id})
 
-    def _answer(self, status: int, found: Any) -> None:
+    def _answer(self, status: int, document: Any) -> None:
         self.server.asked.append((self.command, self.path))
         self.server.tokens.add(self.headers["authorization"])
         threading.Event().wait(self.server.delay)
         if self.server.loses_responses:
             self.close_connection = True
             return
-        content = found.encode() if isinstance(found, str) else json.dumps(found).encode()
+        content = document.encode() if isinstance(document, str) else json.dumps(document).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

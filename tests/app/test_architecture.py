@@ -165,12 +165,12 @@ def _of_run(target: ast.Attribute) -> bool:
 
 def test_no_test_is_skipped_and_no_test_sleeps() -> None:
     unwanted = {"skip", "skipif", "xfail", "importorskip"}
-    found = set()
+    violations = set()
     tests = (path for path in SOURCES if path.relative_to(ROOT).parts[0] == "tests")
     for path, tree in _trees(tests, *unwanted, "sleep"):
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in unwanted and "pytest" in ast.dump(node.value):
-                found.add((_name(path), node.attr))
+                violations.add((_name(path), node.attr))
             if isinstance(node, ast.Attribute) and node.attr == "sleep" and "'time'" in ast.dump(node.value):
-                found.add((_name(path), "time.sleep"))
-    assert found == set(), "`tests/not_run.py` leaves out what the machine cannot run, and reports it"
+                violations.add((_name(path), "time.sleep"))
+    assert violations == set(), "`tests/not_run.py` leaves out what the machine cannot run, and reports it"

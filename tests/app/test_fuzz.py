@@ -26,14 +26,14 @@ _MANY = settings(
 
 @pytest.fixture(scope="module")
 def document(shared_api: ApiServer) -> dict[str, Any]:
-    found: dict[str, Any] = shared_api.client.get("/openapi.json").json()
-    return found
+    openapi: dict[str, Any] = shared_api.client.get("/openapi.json").json()
+    return openapi
 
 
 def _operations(document: dict[str, Any], method: str) -> list[tuple[str, dict[str, Any]]]:
-    found = [(path, item[method]) for path, item in document["paths"].items() if method in item]
-    assert found
-    return found
+    operations = [(path, item[method]) for path, item in document["paths"].items() if method in item]
+    assert operations
+    return operations
 
 
 def _check(answer: Any, operation: dict[str, Any], sent: object) -> None:

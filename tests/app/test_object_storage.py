@@ -71,8 +71,8 @@ def test_a_plugin_whose_files_other_hosts_would_read_is_refused_on_several(store
     config = TrainingConfig.model_validate({"base_model": "any", "method": "sft", "extra": extra})
 
     def refused(hosts: int) -> set[str]:
-        found = shared_file_problems(stored.settings, config, Resources(devices=2, hosts=hosts))
-        return {one.field for one in found if one.code == "not_supported"}
+        problems = shared_file_problems(stored.settings, config, Resources(devices=2, hosts=hosts))
+        return {one.field for one in problems if one.code == "not_supported"}
 
     assert refused(2) == {"config.extra.data_source", "config.extra.checkpoint_engine"}
     assert refused(1) == set()
@@ -150,7 +150,7 @@ class TestADataset:
         storage = Storage.shared(stored.settings)
         assert storage.objects is not None
         sessions = session_maker(stored_engine(stored))
-        assert await service.sweep(sessions, storage, older_than_seconds=0) == 1
+        assert await service.sweep_orphans(sessions, storage, older_than_seconds=0) == 1
         assert [one.key.split("/")[1] for one in storage.objects.list("datasets")] == [known]
         assert [one.key.split("/")[1].split("-")[0] for one in storage.objects.list("aside")] == [orphan]
         storage.sweep_aside(0)
@@ -290,7 +290,7 @@ class TestAStoreOfAnotherInstallation:
 async def swept(api: ApiServer) -> None:
     engine = stored_engine(api)
     try:
-        await service.sweep(session_maker(engine), Storage.shared(api.settings), older_than_seconds=0)
+        await service.sweep_orphans(session_maker(engine), Storage.shared(api.settings), older_than_seconds=0)
     finally:
         await engine.dispose()
 
@@ -354,8 +354,8 @@ class TestAnOutput:
         archive = stored.client.get(f"{path}.tar")
         assert len(archive.content) == int(archive.headers["content-length"])
         with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
-            found = {one.name.removeprefix(f"{done.id}/"): tar.extractfile(one).read() for one in tar.getmembers()}  # type: ignore[union-attr]
-        assert found == done.files
+            contents = {one.name.removeprefix(f"{done.id}/"): tar.extractfile(one).read() for one in tar.getmembers()}  # type: ignore[union-attr]
+        assert contents == done.files
         assert stored.client.get(f"/v1/runs/{done.id}").json()["fine_tuned_model"] == (
             f"{stored.settings.storage_url}/runs/{done.id}/a1/output"
         )

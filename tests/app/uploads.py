@@ -37,7 +37,7 @@ def upload(
     return api.client.post("/v1/datasets", files={"file": (name, content)}, data=fields, headers=headers)
 
 
-def kept(api: ApiServer, content: Any, name: str = "data.jsonl", **fields: str) -> list[Any]:
+def stored_rows(api: ApiServer, content: Any, name: str = "data.jsonl", **fields: str) -> list[Any]:
     """The rows that are stored of a file which must be good."""
     answer = upload(api, content, name, **fields)
     assert answer.status_code == 201, answer.text

@@ -13,7 +13,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import Precision
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import memory
+from app.estimator.memory import estimate_memory
 from benchmarks.gpu_check import markdown, publish
 from benchmarks.gpu_check.jobs import Job, Run, estimated_peak_mb
 from benchmarks.gpu_check.models import QWEN3_8B
@@ -54,9 +54,9 @@ def test_estimate_of_a_run_counts_the_kernels_and_layers_that_the_run_reports(tm
     ]
     spec: dict[str, Any] = {"base_model": {"path": str(tmp_path)}, "device": {"kind": "cuda"}}
     run = Run(Job("any", spec), Ended(0, 1.0), Outcome(0, records, spec))
-    precision = Precision.of(config, "cuda", has_liger=norms == "liger-kernel 0.8.5")
-    model, batch = architecture.read(described), Batch(1, 4 * 4096, texts=4, positions_each=True)
-    expected = memory(model, config, precision, batch, 10, "varlen").tensors
+    precision = Precision.for_device(config, "cuda", has_liger=norms == "liger-kernel 0.8.5")
+    model, batch = architecture.read_architecture(described), Batch(1, 4 * 4096, texts=4, positions_each=True)
+    expected = estimate_memory(model, config, precision, batch, 10, "varlen").tensors
     assert estimated_peak_mb(run, 4096) == round(expected / 2**20, 1)
 
 

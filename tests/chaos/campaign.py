@@ -153,8 +153,8 @@ def _part(seed: int, rounds: int, segments: Sequence[int], say: Callable[[str], 
 
 def _created(order: Sequence[Callable[[Scene], None]]) -> set[str | None]:
     """Return the kinds of training runs that a campaign may create."""
-    wanted = {wanted_in(number) for number in range(1, len(order) + 1)}
-    return wanted | ({"hosts"} if lose_host in order else set())
+    expected = {wanted_in(number) for number in range(1, len(order) + 1)}
+    return expected | ({"hosts"} if lose_host in order else set())
 
 
 def _references(
@@ -203,8 +203,8 @@ def _segment(
     clients.join_streams(30)
     say(f"all runs ended {time.monotonic() - quiet:.1f} s after the last fault; checking …")
     history = collect(world, clients, scene, profiles, before, sizes)
-    for one in history.growth:
-        say(f"{one.process}: {one.descriptors} descriptors and {one.threads} threads, before and after")
+    for growth in history.growth:
+        say(f"{growth.process}: {growth.descriptors} descriptors and {growth.threads} threads, before and after")
     report = check(history)
     found_hanging = [
         event
@@ -227,13 +227,13 @@ def _segment(
     result.counted += Counter(report.counted)
     for what, seconds in scene.seconds.items():
         result.times.setdefault(what, []).extend(seconds)
-    found = [*report.violations, *(Violation(promise, "", what) for promise, what in scene.broken)]
+    violations = [*report.violations, *(Violation(promise, "", what) for promise, what in scene.broken)]
     for row in world.rows(curves.MISMATCHES, ids=list(history.runs)):
-        found.append(Violation(5, row["run_id"], f"its curves have other points than its event log: {row}"))
-    result.violations += found
-    for violation in found:
+        violations.append(Violation(5, row["run_id"], f"its curves have other points than its event log: {row}"))
+    result.violations += violations
+    for violation in violations:
         say(f"BROKEN promise {violation.promise} {violation.run_id}: {violation.what}")
-    for run_id in sorted({violation.run_id for violation in found} & history.runs.keys()):
+    for run_id in sorted({violation.run_id for violation in violations} & history.runs.keys()):
         say(_course(history, run_id))
     for run_id in history.runs:
         shutil.rmtree(world.storage / "runs" / run_id, ignore_errors=True)

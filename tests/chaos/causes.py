@@ -39,8 +39,8 @@ def workers_of(history: History, course: Course, attempt: int) -> set[str]:
     """Return all services that executed the attempt: of a run on several hosts, also those of the other parts."""
     epochs = {row.get("lease_epoch") for row in course.attempts if row["attempt"] == attempt}
     others = {row["worker_id"] for row in history.parts.get(course.run_id, ()) if row["lease_epoch"] in epochs}
-    found = {worker_of(history, course, attempt), *map(history.workers.get, others)}
-    return {one for one in found if one is not None}
+    worker_ids = {worker_of(history, course, attempt), *map(history.workers.get, others)}
+    return {one for one in worker_ids if one is not None}
 
 
 def over_at(fault: FaultRecord, lease_seconds: float) -> float:
@@ -74,8 +74,8 @@ def is_explained(history: History, course: Course, loss: Loss) -> bool:
 
 def made_room(history: History, course: Course, loss: Loss) -> bool:
     """Return True if the run was released for another one of higher priority that had been waiting by then."""
-    found = _PREEMPTED.match(loss.move.reason)
-    above = history.runs.get(found[1]) if found and loss.how == "handed_back" else None
+    match = _PREEMPTED.match(loss.move.reason)
+    above = history.runs.get(match[1]) if match and loss.how == "handed_back" else None
     if above is None or above["priority"] <= course.row["priority"]:
         return False
     waits = (event.ts.timestamp() for event in history.events[above["id"]] if event.data.get("to") == "pending")

@@ -53,67 +53,67 @@ class Report:
 
 def check(history: History) -> Report:
     """Check the history against every promise."""
-    found = courses(history)
+    courses_by_run = courses(history)
     violations = [
         *promises_events.accepted_is_durable(history),
         *promises_processes.no_trainer_is_left(history),
         *promises_processes.attempts_do_not_overlap(history),
         *promises_processes.processes_do_not_grow(history),
     ]
-    for course in found.values():
+    for course in courses_by_run.values():
         for promise in PROMISES:
             violations += promise(history, course)
     for transcript in history.transcripts:
         violations += promises_events.readers_see_every_event_once(history, transcript)
-    return Report(violations, count(history, found), observe(history, found))
+    return Report(violations, count(history, courses_by_run), observe(history, courses_by_run))
 
 
-def count(history: History, found: dict[str, Course]) -> dict[str, int]:
+def count(history: History, courses_by_run: dict[str, Course]) -> dict[str, int]:
     """Count the compared items by kind."""
     steps = [
         line
-        for course in found.values()
+        for course in courses_by_run.values()
         if course.profile and course.profile.losses
         for line in course.journal
         if line["event"] == "step"
     ]
-    moments = [moment for course in found.values() for moment in moments_without_excuse(history, course)]
+    moments = [moment for course in courses_by_run.values() for moment in moments_without_excuse(history, course)]
     return {
         MOMENTS: len(moments),
         MOMENTS_OF_WRONG_CLOCKS: sum(a_clock_was_wrong(history, moment) for moment in moments),
-        "runs": len(found),
+        "runs": len(courses_by_run),
         "creations": len(history.creations),
         "stops": len(history.stops),
         "faults": len(history.faults),
         "clock faults": sum("clock" in fault.kind for fault in history.faults),
-        "attempts": sum(len(course.attempts) for course in found.values()),
-        "status changes": sum(len(course.moves) for course in found.values()),
-        "events": sum(len(course.events) for course in found.values()),
+        "attempts": sum(len(course.attempts) for course in courses_by_run.values()),
+        "status changes": sum(len(course.moves) for course in courses_by_run.values()),
+        "events": sum(len(course.events) for course in courses_by_run.values()),
         "stream events compared": sum(len(transcript.received) for transcript in history.transcripts),
         "streams": len(history.transcripts),
         "processes compared with what they were": len(history.growth),
-        "journal lines": sum(len(course.journal) for course in found.values()),
+        "journal lines": sum(len(course.journal) for course in courses_by_run.values()),
         "journal steps compared": len(steps),
-        "checkpoints": sum(len(course.checkpoints) for course in found.values()),
+        "checkpoints": sum(len(course.checkpoints) for course in courses_by_run.values()),
         "checkpoints verified": sum(
-            row["deleted_at"] is None for course in found.values() for row in course.checkpoints
+            row["deleted_at"] is None for course in courses_by_run.values() for row in course.checkpoints
         ),
         "outputs compared": sum(
             course.row["status"] == "completed" and course.profile is not None and course.profile.output is not None
-            for course in found.values()
+            for course in courses_by_run.values()
         ),
         "attempts whose every word is stored": sum(
             promises_stops.ended_in_good_order(course, row["attempt"])
-            for course in found.values()
+            for course in courses_by_run.values()
             for row in course.attempts
         ),
     }
 
 
-def observe(history: History, found: dict[str, Course]) -> Counter[str]:
+def observe(history: History, courses_by_run: dict[str, Course]) -> Counter[str]:
     """Count the windows that were hit."""
     seen: Counter[str] = Counter()
-    for course in found.values():
+    for course in courses_by_run.values():
         seen[f"ended {course.row['status']}"] += 1
         if course.row["error_code"]:
             seen[f"failed with {course.row['error_code']}"] += 1

@@ -135,11 +135,11 @@ class Clients:
         plans = [plan for plan in PLANS.values() for _ in range(plan.weight)]
         while not self._over.is_set():
             with self._lock:
-                wanted = self._wanted.pop(0) if self._wanted else None
-            if wanted is None and self._unfinished() >= UNFINISHED:
+                wanted_plan = self._wanted.pop(0) if self._wanted else None
+            if wanted_plan is None and self._unfinished() >= UNFINISHED:
                 self._over.wait(0.1)
                 continue
-            plan, priority = wanted or (rng.choice(plans), rng.choice((0, 0, 0, 5)))
+            plan, priority = wanted_plan or (rng.choice(plans), rng.choice((0, 0, 0, 5)))
             self._create(rng, plan, priority)
 
     def _unfinished(self) -> int:
@@ -153,27 +153,27 @@ class Clients:
 
     def _create(self, rng: random.Random, plan: Plan, priority: int, is_spared: bool = False) -> str:
         key = f"{plan.name}-{rng.getrandbits(64):x}"
-        asked = body(plan, self.world.datasets, priority)
+        request = body(plan, self.world.datasets, priority)
         answers: list[str] = []
         with self._lock:
             self._creations[key] = (plan.name, answers, None)
-        run_id = self._post_until_accepted("/v1/runs", key, asked)
+        run_id = self._post_until_accepted("/v1/runs", key, request)
         answers.append(run_id)
         if is_spared:  # it is reserved for a fault
             self._spared.add(run_id)
         self._profile_of[run_id] = plan.name
         if rng.random() < 0.15:  # like a client that lost the response
-            answers.append(self._post_until_accepted("/v1/runs", key, asked))
+            answers.append(self._post_until_accepted("/v1/runs", key, request))
             self.hits["creation replayed"] += 1
         self._maybe_follow(rng, run_id)
         return run_id
 
-    def _post_until_accepted(self, path: str, key: str, asked: dict[str, Any]) -> str:
+    def _post_until_accepted(self, path: str, key: str, request: dict[str, Any]) -> str:
         failed = False
         while True:
             try:
                 with self.world.client() as client:
-                    answer = client.post(path, json=asked, headers={"Idempotency-Key": key})
+                    answer = client.post(path, json=request, headers={"Idempotency-Key": key})
             except httpx.HTTPError:
                 failed = True
                 self._over.wait(0.1)
@@ -256,7 +256,7 @@ class Clients:
     def _never_read(self) -> None:
         """Open streams and never read from them."""
         rng = random.Random(f"{self._seed} deaf")
-        kept: list[socket.socket] = []
+        sockets: list[socket.socket] = []
         while not self._over.wait(1.0):
             known = list(self._profile_of)
             if not known:
@@ -271,10 +271,10 @@ class Clients:
                 head = f"GET /v1/runs/{rng.choice(known[-5:])}/events HTTP/1.1\r\nHost: {host}\r\n"
                 connection.sendall(f"{head}Authorization: Bearer {self.world.key}\r\n\r\n".encode())
                 self.hits["reader that never reads"] += 1
-            kept.append(connection)
-            if len(kept) > 30:
-                kept.pop(0).close()
-        for connection in kept:
+            sockets.append(connection)
+            if len(sockets) > 30:
+                sockets.pop(0).close()
+        for connection in sockets:
             connection.close()
 
 

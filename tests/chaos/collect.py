@@ -90,15 +90,15 @@ def _grouped(rows: list[dict[str, Any]]) -> dict[str, tuple[dict[str, Any], ...]
 
 
 def _events(world: World, ids: list[str]) -> dict[str, tuple[Event, ...]]:
-    found: dict[str, list[Event]] = defaultdict(list)
+    events_by_run: dict[str, list[Event]] = defaultdict(list)
     statement = (
         "SELECT run_id, seq, type, attempt, ts, data::text AS data FROM run_events WHERE run_id = ANY(:ids) "
         "ORDER BY run_id, seq"
     )
     for row in world.rows(statement, ids=ids):
         event = Event(row["seq"], row["type"], row["attempt"], row["ts"], json.loads(row["data"]))
-        found[row["run_id"]].append(event)
-    return {run_id: tuple(events) for run_id, events in found.items()}
+        events_by_run[row["run_id"]].append(event)
+    return {run_id: tuple(events) for run_id, events in events_by_run.items()}
 
 
 def _broken(storage: Path, rows: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
@@ -113,8 +113,8 @@ def _broken(storage: Path, rows: list[dict[str, Any]]) -> dict[str, tuple[str, .
 
 def _output(world: World, run_id: str, attempt: int, backend: str) -> str:
     folder = world.storage / "runs" / run_id / f"a{attempt}" / "output"
-    found = [folder / name for name in _EXPORTED[backend] if (folder / name).exists()]
-    return hashlib.sha256(found[0].read_bytes()).hexdigest() if found else "missing"
+    exported = [folder / name for name in _EXPORTED[backend] if (folder / name).exists()]
+    return hashlib.sha256(exported[0].read_bytes()).hexdigest() if exported else "missing"
 
 
 def reference_plans() -> list[Plan]:

@@ -195,7 +195,7 @@ class Course:
     @cached_property
     def losses(self) -> tuple[Loss, ...]:
         """Losses of the run; a new checkpoint resets the count in the transaction of its event."""
-        found: list[Loss] = []
+        losses: list[Loss] = []
         count = 0
         moves = {move.seq: move for move in self.moves}
         for event in self.events:
@@ -204,9 +204,9 @@ class Course:
             move = moves.get(event.seq)
             how = self._requeue(move) if move else None
             if move and how:
-                found.append(Loss(move, how, count))
+                losses.append(Loss(move, how, count))
                 count += how in COUNTED
-        return tuple(found)
+        return tuple(losses)
 
     def _requeue(self, move: Move) -> str | None:
         """Return the kind of requeue, or None; a requeue after a stop or at the limit ends the run instead."""
@@ -231,10 +231,10 @@ def courses(history: History) -> dict[str, Course]:
     stops: dict[str, list[StopCall]] = {}
     for stop in history.stops:
         stops.setdefault(stop.run_id, []).append(stop)
-    found = {}
+    by_run = {}
     for run_id, row in history.runs.items():
         creation = by_key.get(row["idempotency_key"]) or by_answer.get(run_id)
-        found[run_id] = Course(
+        by_run[run_id] = Course(
             run_id=run_id,
             row=row,
             profile=history.profiles[creation.profile] if creation else None,
@@ -245,7 +245,7 @@ def courses(history: History) -> dict[str, Course]:
             journal=history.journals.get(run_id, ()),
             stops=tuple(stops.get(run_id, ())),
         )
-    return found
+    return by_run
 
 
 def ancestors(history: History, row: Row) -> Iterator[str]:
@@ -277,9 +277,9 @@ def candidates(history: History, course: Course, attempt: int) -> Iterator[Row]:
 
 def resumed_checkpoint(history: History, row: Row) -> Row | None:
     """Return the checkpoint of an ancestor from which a run was created to resume, or None."""
-    wanted = row["resume_checkpoint_id"]
+    checkpoint_id = row["resume_checkpoint_id"]
     inherited = (one for run_id in ancestors(history, row) for one in history.checkpoints.get(run_id, ()))
-    return next((one for one in inherited if one["id"] == wanted), None) if wanted else None
+    return next((one for one in inherited if one["id"] == checkpoint_id), None) if checkpoint_id else None
 
 
 def is_prefix(part: Sequence[int], whole: Sequence[int]) -> bool:

@@ -13,10 +13,10 @@ from tests.waiting import _pause
 
 def lose_host(scene: Scene) -> None:
     """Disturb one host of a run on two, most often the one that does not lead: another attempt completes the run."""
-    found = scene.a_training_run("hosts", steps=6, seconds=60)
-    if not found:
+    run = scene.a_training_run("hosts", steps=6, seconds=60)
+    if not run:
         return
-    run_id, lead = found
+    run_id, lead = run
     members = scene.world.members(run_id)
     if not members:
         return

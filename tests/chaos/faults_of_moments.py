@@ -20,18 +20,18 @@ def ambiguous_commits(scene: Scene) -> None:
     orders.carried_out()
     taken: set[str] = set()
     with scene.fault("all", requeues=True):
-        wanted = {f"{verb} {how}": (verb, how) for verb in LIED_ABOUT for how in ("after", "before")}
-        for name, (verb, how) in wanted.items():
+        expected = {f"{verb} {how}": (verb, how) for verb in LIED_ABOUT for how in ("after", "before")}
+        for name, (verb, how) in expected.items():
             orders.give(name, verb=verb, how=how, process="")
         stopped = [scene.clients.create(profile, priority=500) for profile in ("plain", "saver")]
         wait_for(lambda: all(scene.world.journal(run_id) for run_id in stopped), 5)
         for run_id in stopped:
             scene.clients.stop(run_id)
-        wait_for(lambda: taken.update(orders.carried_out()) or len(taken) == len(wanted), 5)
+        wait_for(lambda: taken.update(orders.carried_out()) or len(taken) == len(expected), 5)
         orders.withdraw()
         taken.update(orders.carried_out())
     for name in taken:
-        verb, how = wanted[name]
+        verb, how = expected[name]
         scene.hits[f"{verb} committed, answer lost" if how == "after" else f"{verb} lost before its commit"] += 1
 
 
@@ -49,10 +49,10 @@ def stop_during_claim(scene: Scene) -> None:
 
 def _saving(scene: Scene) -> tuple[str, Service, Path] | None:
     """Return a run, its worker and the staging folder of the checkpoint that it is writing."""
-    found = scene.a_training_run("saver")
-    if not found:
+    run = scene.a_training_run("saver")
+    if not run:
         return None
-    run_id, worker = found
+    run_id, worker = run
     folder = scene.world.storage / "runs" / run_id
     staging = wait_for(lambda: next(folder.glob("a*/.checkpoint-*"), None), 5, every=0.005)
     return (run_id, worker, staging) if staging else None
@@ -91,10 +91,10 @@ def _trainers_of(staging: Path) -> bool:
 
 def flip_a_byte(scene: Scene) -> None:
     """Corrupt the newest checkpoint and kill the worker: the run falls back to the previous checkpoint."""
-    found = scene.a_training_run("long", steps=42)
-    if not found:
+    run = scene.a_training_run("long", steps=42)
+    if not run:
         return
-    run_id, worker = found
+    run_id, worker = run
     rows = scene.world.rows(
         "SELECT id, attempt, name FROM checkpoints WHERE run_id = :run AND deleted_at IS NULL ORDER BY step DESC",
         run=run_id,

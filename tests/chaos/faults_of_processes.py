@@ -16,10 +16,10 @@ CLOSE_STREAMS_WITHIN = 5.0
 def kill_worker(scene: Scene) -> None:
     """Kill a worker, possibly with a run that allows no restart; stop another of its runs before it is reaped."""
     scene.a_training_run("fragile")
-    found = scene.a_training_run("long", steps=1)
-    if not found:
+    run = scene.a_training_run("long", steps=1)
+    if not run:
         return
-    run_id, worker = found
+    run_id, worker = run
     victims = scene.world.live_runs(worker)
     with scene.fault(worker.name, requeues=True):
         worker.kill()
@@ -55,8 +55,8 @@ def _has_trainer(scene: Scene, worker: Service) -> bool:
 
 def kill_trainer(scene: Scene) -> None:
     """Kill only a training process: another attempt continues the run, unless it ends at the same step again."""
-    found = scene.a_training_run("plain")
-    trainer = scene.world.trainer(found[0]) if found else None
+    run = scene.a_training_run("plain")
+    trainer = scene.world.trainer(run[0]) if run else None
     if trainer is None:
         return
     with scene.fault(str(trainer.pid), requeues=False), scene.lying("retry"):
@@ -85,10 +85,10 @@ def _connections(service: Service) -> int:
 
 def freeze_worker(scene: Scene) -> None:
     """Freeze a worker past its lease: its trainers must exit before others start, and its writes are fenced."""
-    found = scene.a_training_run("long")
-    if not found:
+    victim = scene.a_training_run("long")
+    if not victim:
         return
-    run_id, worker = found
+    run_id, worker = victim
     trainer = scene.world.trainer(run_id)
     attempts = _attempts(scene, run_id)
     said = len(worker.said())
@@ -134,10 +134,10 @@ def deploy(scene: Scene) -> None:
 
 def drain(scene: Scene) -> None:
     """Send SIGTERM to a worker: its trainers save and its runs are released."""
-    found = scene.a_training_run("long")
-    if not found:
+    run = scene.a_training_run("long")
+    if not run:
         return
-    worker = found[1]
+    worker = run[1]
     with scene.fault(worker.name, requeues=True):
         with scene.lying("release"):
             took = worker.terminate(timeout=60)
@@ -145,7 +145,7 @@ def drain(scene: Scene) -> None:
         if took > GRACE_SECONDS + 6:
             scene.broken.append((18, f"{worker.name} took {took:.1f} s to end"))
         rows = scene.world.rows(
-            "SELECT 1 FROM run_attempts WHERE run_id = :run AND outcome = 'handed_back'", run=found[0]
+            "SELECT 1 FROM run_attempts WHERE run_id = :run AND outcome = 'handed_back'", run=run[0]
         )
         scene.hits["run handed back"] += bool(rows)
         worker.start()

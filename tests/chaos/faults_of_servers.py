@@ -79,12 +79,12 @@ def long_absence(scene: Scene) -> None:
 
 def silent_cut(scene: Scene) -> None:
     """Drop all packets between a worker and the database, for a short time or longer than the lease."""
-    found = scene.a_training_run("long")
-    if not found:
+    run = scene.a_training_run("long")
+    if not run:
         return
-    way = found[1].postgres
+    way = run[1].postgres
     before = way.swallowed
-    with scene.fault(found[1].name, requeues=True):
+    with scene.fault(run[1].name, requeues=True):
         way.fall_silent()
         try:
             _pause(scene.random.choice((0.8, 1.5 * LEASE_SECONDS)))
@@ -137,8 +137,8 @@ def disk_full(scene: Scene) -> None:
     """Fill the storage while a run saves."""
     if not scene.world.has_small_disk:
         return
-    found = scene.a_training_run("saver")
-    if not found:
+    run = scene.a_training_run("saver")
+    if not run:
         return
     ballast = scene.world.storage / "ballast"
     failed = "SELECT count(*) AS n FROM runs WHERE error_code = 'disk_full'"

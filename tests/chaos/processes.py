@@ -40,12 +40,12 @@ class Sizes:
         ]
 
     def _now(self) -> dict[str, tuple[int, int]]:
-        found = {}
+        sizes = {}
         for service in self._world.services:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(service.pid)
-                found[service.name] = (process.num_fds(), process.num_threads())
-        return found
+                sizes[service.name] = (process.num_fds(), process.num_threads())
+        return sizes
 
 
 def trainers_left(world: World, run_ids: Iterable[str]) -> dict[int, str]:
@@ -60,20 +60,20 @@ def trainers_left(world: World, run_ids: Iterable[str]) -> dict[int, str]:
 
 
 def _alive(world: World, born: dict[int, tuple[str, float]]) -> dict[int, str]:
-    found = {}
+    alive = {}
     for pid, (run_id, wrote) in born.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             # A process that started after the trainer wrote is another one with a reused id.
             if is_alive(process) and process.create_time() <= wrote + _AGES_DIFFER_BY:
-                found[pid] = f"the journal of {run_id}"
+                alive[pid] = f"the journal of {run_id}"
     for path in world.lives.glob("run_*"):
         if is_held(path):
-            found[int(path.name.split(".")[2])] = f"its lock {path.name}"
+            alive[int(path.name.split(".")[2])] = f"its lock {path.name}"
     for worker in world.workers:
         with contextlib.suppress(psutil.Error):
             zygote = worker.zygote()
             for child in psutil.Process(worker.pid).children(recursive=True):
                 if is_alive(child) and (zygote is None or child.pid != zygote.pid):
-                    found[child.pid] = f"{worker.name}, whose child it is: {' '.join(child.cmdline())[:200]}"
-    return found
+                    alive[child.pid] = f"{worker.name}, whose child it is: {' '.join(child.cmdline())[:200]}"
+    return alive

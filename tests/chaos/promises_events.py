@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from app.contracts.field_types import timestamp
+from app.contracts.field_types import format_timestamp
 from app.contracts.run_status import TERMINAL
 from tests.chaos.course import REPAIRED, REQUEUES, WRITTEN_BY_LIFECYCLE, Course, first_difference, is_prefix
 from tests.chaos.history import Event, History, Transcript, Violation
@@ -40,9 +40,9 @@ def accepted_is_durable(history: History) -> Iterator[Violation]:
                 yield Violation(1, answer, f"was answered to {key_of_answer[answer]} and to {creation.key}")
         if len(set(creation.answers)) > 1:
             yield Violation(1, creation.answers[0], f"{creation.key} was answered as {sorted(set(creation.answers))}")
-    asked = {creation.key for creation in history.creations}
+    keys = {creation.key for creation in history.creations}
     for run_id, row in history.runs.items():
-        if row["idempotency_key"] not in asked:
+        if row["idempotency_key"] not in keys:
             yield Violation(1, run_id, f"no client created it: its key is {row['idempotency_key']}")
     for key, count in runs_of_key.items():
         if count > 1:
@@ -90,9 +90,11 @@ def _checkpoints_without_event(course: Course) -> Iterator[Violation]:
         if event.type == "checkpoint"
     )
     stored = Counter((row["id"], row["attempt"], row["step"], row["kind"], row["bytes"]) for row in course.checkpoints)
-    for one in (reported - stored).keys() | (stored - reported).keys():
-        where = "no row" if one in reported - stored else "no event"
-        yield course.broke(4, f"checkpoint {one[0]} of step {one[2]}, attempt {one[1]}, has {where}")
+    for checkpoint in (reported - stored).keys() | (stored - reported).keys():
+        where = "no row" if checkpoint in reported - stored else "no event"
+        yield course.broke(
+            4, f"checkpoint {checkpoint[0]} of step {checkpoint[2]}, attempt {checkpoint[1]}, has {where}"
+        )
     for (attempt, step), count in Counter((row["attempt"], row["step"]) for row in course.checkpoints).items():
         if count > 1:
             yield course.broke(4, f"{count} checkpoints of attempt {attempt} for step {step}")
@@ -142,8 +144,8 @@ def readers_see_every_event_once(history: History, transcript: Transcript) -> It
 
 
 def on_the_wire(run_id: str, event: Event) -> dict[str, object]:
-    """Return a stored event as readers receive it, see `app.runs.events.log.payload`."""
-    return {"run_id": run_id, "seq": event.seq, "ts": timestamp(event.ts), **event.data}
+    """Return a stored event as readers receive it, see `app.runs.events.log.event_json`."""
+    return {"run_id": run_id, "seq": event.seq, "ts": format_timestamp(event.ts), **event.data}
 
 
 def hints_do_no_harm(history: History, course: Course) -> Iterator[Violation]:
@@ -209,9 +211,9 @@ def _doubled_or_missing_moves(course: Course) -> Iterator[Violation]:
     if len(ends) != int(course.has_ended) or any(event.data.get("status") != at for event in ends):
         yield course.broke(7, f"{len(ends)} end events for a run that is {course.row['status']}")
     reported = [(event.data.get("code"), event.data.get("message")) for event in course.events if event.type == "error"]
-    wanted = [(course.row["error_code"], course.row["error_message"])] if course.row["status"] == "failed" else []
-    if reported != wanted:
-        yield course.broke(7, f"its errors are {reported}, the run's is {wanted}")
+    expected = [(course.row["error_code"], course.row["error_message"])] if course.row["status"] == "failed" else []
+    if reported != expected:
+        yield course.broke(7, f"its errors are {reported}, the run's is {expected}")
 
 
 def _doubled_or_missing_words(course: Course, attempt: int) -> Iterator[Violation]:

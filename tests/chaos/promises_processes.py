@@ -29,7 +29,7 @@ def processes_do_not_grow(history: History) -> Iterator[Violation]:
 
     Sound: pools have a maximum size, and the campaign waits until resources in use are closed.
     """
-    for one in history.growth:
-        if one.is_too_much:
-            reported = f"{one.descriptors} descriptors and {one.threads} threads, before and after"
-            yield Violation(17, "", f"{one.process} leaks resources: {reported}")
+    for growth in history.growth:
+        if growth.is_too_much:
+            reported = f"{growth.descriptors} descriptors and {growth.threads} threads, before and after"
+            yield Violation(17, "", f"{growth.process} leaks resources: {reported}")

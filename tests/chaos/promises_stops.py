@@ -22,9 +22,9 @@ def stop_always_wins(history: History, course: Course) -> Iterator[Violation]:
     as `worker_lost`, which is also decided under the lock.
     """
     for stop in course.stops:
-        asked = course.row["stop_requested_at"]
-        if asked is None or asked.timestamp() > stop.answered + _CLOCKS_DIFFER_BY:
-            yield course.broke(8, f"a stop was accepted at {stop.answered}, the run says {asked}")
+        requested_at = course.row["stop_requested_at"]
+        if requested_at is None or requested_at.timestamp() > stop.answered + _CLOCKS_DIFFER_BY:
+            yield course.broke(8, f"a stop was accepted at {stop.answered}, the run says {requested_at}")
         for move in course.moves:
             if move.ts > stop.answered + _CLOCKS_DIFFER_BY and move.target in ("pending", "initializing"):
                 yield course.broke(8, f"{move.ts - stop.answered:.3f} s after a stop it became {move.target}")
@@ -78,14 +78,14 @@ def stop_saves(history: History, course: Course) -> Iterator[Violation]:
     """
     if not course.stops or not all(stop.save for stop in course.stops) or course.row["status"] != "cancelled":
         return
-    attempt, asked = course.row["attempt"], course.row["stop_requested_at"]
+    attempt, requested_at = course.row["attempt"], course.row["stop_requested_at"]
     begins = [move.ts for move in course.moves if move.target == "running" and move.attempt == attempt]
     steps, end = course.steps_of(attempt), course.end_of(attempt)
-    if not asked or not begins or not steps or not end or end.reason != "stopped on request":
+    if not requested_at or not begins or not steps or not end or end.reason != "stopped on request":
         return
-    if not begins[0] < asked.timestamp() < end.ts:
+    if not begins[0] < requested_at.timestamp() < end.ts:
         return
-    if is_disturbed(history, course, attempt, asked.timestamp(), end.ts):
+    if is_disturbed(history, course, attempt, requested_at.timestamp(), end.ts):
         return
     saved = {row["step"] for row in course.checkpoints if row["deleted_at"] is None}
     if steps[-1] not in saved:
@@ -109,6 +109,6 @@ def _end_of_run(course: Course) -> float:
 
 def phase_at(course: Course, stop: StopCall) -> str:
     """Return the status of the run at the time of the stop."""
-    asked = course.row["stop_requested_at"]
-    before = [move.target for move in course.moves if asked and move.ts <= asked.timestamp()]
+    requested_at = course.row["stop_requested_at"]
+    before = [move.target for move in course.moves if requested_at and move.ts <= requested_at.timestamp()]
     return before[-1] if before else "pending"

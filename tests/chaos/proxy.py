@@ -108,8 +108,8 @@ async def _serve(commands: Connection) -> None:
             commands.send((len(ways) - 1, way.port))
             continue
         number, *rest = arguments
-        found = getattr(ways[number], verb)
-        commands.send(found(*rest) if callable(found) else found)
+        handler = getattr(ways[number], verb)
+        commands.send(handler(*rest) if callable(handler) else handler)
 
 
 class _Way:

@@ -163,8 +163,8 @@ def together(*spoils: Spoil) -> Spoil:
     """Apply several modifications in order."""
 
     def spoil(history: History) -> History:
-        for one in spoils:
-            history = one(history)
+        for spoil_one in spoils:
+            history = spoil_one(history)
         return history
 
     return spoil

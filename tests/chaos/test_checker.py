@@ -56,10 +56,10 @@ def test_while_a_fault_is_at_work_no_loss_would_be_unexplained(history: History)
 
 
 def test_the_windows_that_were_hit_are_seen(report: Report) -> None:
-    wanted = {
+    expected = {
         "requeued:lost", "requeued:handed_back", "failed instead of requeued:retried", "resumed from checkpoint",
         "child resumed from checkpoint", "resumed from the start", "rolled back steps", "stop while running",
         "stop while pending", "fell back past a damaged checkpoint", "replayed creation", "stream reconnects",
         "creation that was never answered",
     }  # fmt: skip
-    assert wanted - set(report.observed) == set()
+    assert expected - set(report.observed) == set()

@@ -11,8 +11,8 @@ from worker.process import child
 
 
 def _is_taken(path: Path) -> bool:
-    with path.open("w") as one, path.open("w") as other:
-        return child._is_taken(one.fileno()) and not child._is_taken(other.fileno())
+    with path.open("w") as first, path.open("w") as second:
+        return child._is_taken(first.fileno()) and not child._is_taken(second.fileno())
 
 
 def test_on_the_second_host_a_lock_on_a_run_keeps_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ class World:
             preempt_min_seconds=0.0,
             disk_reserve_bytes=0,  # runs may use the whole small disk, and a fault fills it
         )
-        migrate.upgrade(self.settings)
+        migrate.upgrade_schema(self.settings)
         self.engine: Engine = sync_engine(self.settings.database_url or "", name="chaos")
         self.key = create_key_sync(self.settings, "chaos", ["admin"])
         make_tiny_model(self.settings.models_folder / "tiny", hidden=32, layers=2, dropout=0.1)
@@ -243,12 +243,12 @@ class World:
 
     def live_runs(self, worker: Service | None = None) -> list[dict[str, Any]]:
         """Return the live runs of a worker (default: of all), newest first."""
-        found = self.rows(
+        runs = self.rows(
             "SELECT runs.id, runs.name, runs.status, runs.attempt, runs.current_step, workers.pid AS worker_pid "
             "FROM runs JOIN workers ON workers.id = runs.lease_owner "
             "WHERE runs.status IN ('initializing', 'running', 'checkpointing') ORDER BY runs.id DESC"
         )
-        return [run for run in found if worker is None or run["worker_pid"] == worker.pid]
+        return [run for run in runs if worker is None or run["worker_pid"] == worker.pid]
 
     def worker_names(self) -> dict[str, str]:
         """Return the service name of every worker that ever registered, by worker id."""
@@ -267,9 +267,9 @@ class World:
     def overlaps(self) -> tuple[str, ...]:
         """Return the training processes that began while one of an earlier attempt was alive, and forget them."""
         path = self.lives / "overlaps"
-        found = tuple(path.read_text().splitlines()) if path.exists() else ()
+        lines = tuple(path.read_text().splitlines()) if path.exists() else ()
         path.unlink(missing_ok=True)
-        return found
+        return lines
 
     def journal(self, run_id: str) -> list[dict[str, Any]]:
         """Return the journal that the trainers of a run wrote."""
@@ -294,9 +294,9 @@ class World:
         """Kill an embedded server with SIGKILL."""
         assert server is not None and server.process is not None
         process = psutil.Process(server.process.pid)
-        for one in [process, *process.children(recursive=True)]:
+        for member in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                member.kill()
         server.process.wait(30)
 
     def up(self, server: Any) -> None:

@@ -51,12 +51,12 @@ def test_each_action_shows_at_the_step_named_in_the_order_of_the_requests(stack:
     assert (saved["id"], saved["step"]) in order
     texts = [event["completion"] for event in events if event["type"] == "sample" and event["step"] == sampled["step"]]
     assert texts == [one["completion"] for one in sampled["result"]["samples"]] and all(texts)
-    (found,) = [event for event in events if event["type"] == "eval"]
-    assert (found["step"], found["metrics"]) == (evaluated["step"], evaluated["result"]["metrics"])
+    (evaluation,) = [event for event in events if event["type"] == "eval"]
+    assert (evaluation["step"], evaluation["metrics"]) == (evaluated["step"], evaluated["result"]["metrics"])
     rates = {event["step"]: event["learning_rate"] for event in events if event["type"] == "metric"}
     assert rates[slowed["step"] + 1] <= 1e-6 < rates[slowed["step"]]
-    kept = {one["id"]: one for one in stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]}
-    pinned = kept[saved["result"]["checkpoint_id"]]
+    checkpoints = {one["id"]: one for one in stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]}
+    pinned = checkpoints[saved["result"]["checkpoint_id"]]
     assert (pinned["step"], pinned["pinned"], pinned["kind"]) == (saved["step"], True, "periodic")
     assert (shown["total_steps"], shown["effective_config"]["max_steps"]) == (60_000, 60_000)
     assert shown["effective_config"]["learning_rate"] == 1e-6 and shown["config"]["learning_rate"] == 1e-2

@@ -82,12 +82,12 @@ def test_its_processes_listen_on_the_address_of_the_interface_and_on_no_other(ho
 
 def listening(pid: int) -> set[str]:
     """Addresses on which something listens in the namespace of a process."""
-    found = set()
+    ports = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *_ = line.split()
             if state == "0A":
                 words = [local[at : at + 8] for at in range(0, len(local.partition(":")[0]), 8)]
                 packed = b"".join(struct.pack("=I", int(word, 16)) for word in words)
-                found.add(socket.inet_ntop(socket.AF_INET if name == "tcp" else socket.AF_INET6, packed))
-    return found
+                ports.add(socket.inet_ntop(socket.AF_INET if name == "tcp" else socket.AF_INET6, packed))
+    return ports

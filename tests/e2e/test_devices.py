@@ -70,8 +70,8 @@ def test_trains_evaluates_and_can_be_downloaded(stack: TrainingStack) -> None:
     assert [event["step"] for event in events if event["type"] == "eval"] == [3, 6]
     files = stack.client.get(f"/v1/runs/{run_id}/artifacts").json()["data"]
     assert "adapter_model.safetensors" in {file["path"] for file in files}
-    asked = {"model": run_id, "dataset_id": stack.chats, **TWO}
-    evaluation = stack.client.post("/v1/runs/evaluate", json=asked).json()["id"]
+    request = {"model": run_id, "dataset_id": stack.chats, **TWO}
+    evaluation = stack.client.post("/v1/runs/evaluate", json=request).json()["id"]
     shown = stack.until(evaluation, "completed", "failed", timeout=120)
     assert (shown["status"], shown["resources"]["devices"]) == ("completed", 2), shown["error_message"]
     assert shown["evaluation"]["eval_loss"] > 0
@@ -160,8 +160,8 @@ def test_what_one_device_trains_is_refused_at_once(stack: TrainingStack) -> None
         ({**TWO, "backend": "fake"}, "not_supported", "backend `fake`"),
     ):  # fmt: skip
         errors = stack.client.post("/v1/runs", json={**body, **more}).json()["errors"]
-        found = [error for error in errors if error["field"] == "resources.devices"]
-        assert [error["code"] for error in found] == [code] and says in found[0]["message"], errors
+        device_errors = [error for error in errors if error["field"] == "resources.devices"]
+        assert [error["code"] for error in device_errors] == [code] and says in device_errors[0]["message"], errors
 
 
 @pytest.mark.full

@@ -41,14 +41,14 @@ class Hosts:
         return [worker for worker in self.homes if worker.process.poll() is None]
 
     def id_of(self, worker: WorkerProcess) -> str:
-        found = self.stack.client.get("/v1/workers").json()["data"]
-        return next(str(one["id"]) for one in found if one["pid"] == worker.process.pid)
+        workers = self.stack.client.get("/v1/workers").json()["data"]
+        return next(str(one["id"]) for one in workers if one["pid"] == worker.process.pid)
 
     def of(self, run_id: str) -> tuple[WorkerProcess, list[WorkerProcess]]:
         """The lead of a live run, and the other workers that train it."""
         lead = self.lead_id(run_id)
-        found = self.stack.client.get("/v1/workers").json()["data"]
-        pids = {one["pid"]: one["id"] for one in found if run_id in one["runs"]}
+        workers = self.stack.client.get("/v1/workers").json()["data"]
+        pids = {one["pid"]: one["id"] for one in workers if run_id in one["runs"]}
         those = {pids[worker.process.pid]: worker for worker in self.alive() if worker.process.pid in pids}
         return those.pop(lead), list(those.values())
 
@@ -214,8 +214,8 @@ def test_a_worker_of_a_part_that_is_frozen_for_three_lease_times_writes_nothing_
 
 def written(hosts: Hosts, run_id: str) -> dict[str, Any]:
     """Everything that is stored of a run."""
-    found = hosts.stack.settings.storage_root.glob(f"runs/{run_id}/**/*")
-    files = {path: path.stat().st_mtime_ns for path in found if path.is_file()}
+    paths = hosts.stack.settings.storage_root.glob(f"runs/{run_id}/**/*")
+    files = {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
     queries = {
         "run": "SELECT status, attempt, lease_epoch, event_seq, current_step FROM runs WHERE id = %(run)s",
         "events": "SELECT seq, type, data::text FROM run_events WHERE run_id = %(run)s ORDER BY seq",

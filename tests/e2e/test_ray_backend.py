@@ -78,21 +78,21 @@ class TestConformance(Conformance):
         queue = Broker(settings)
         streams = Streams(database, queue)
         await queue.start()
-        given = (BACKEND_RULES[self.name], session_maker(database), settings, storage, queue, streams)
-        yield RayBackend(*given, wake=lambda: None)
+        arguments = (BACKEND_RULES[self.name], session_maker(database), settings, storage, queue, streams)
+        yield RayBackend(*arguments, wake=lambda: None)
         await streams.close()
         await queue.close()
         await database.dispose()
 
     @pytest.fixture
     def run(self, engine: Engine) -> TrainingRun:
-        return self.wanted(engine)
+        return self.request(engine)
 
     @pytest.fixture
     def data(self, stack: RayStack, storage: Storage) -> Path:
         return storage.dataset_file(stack.chats, "jsonl")
 
-    def wanted(self, engine: Engine, **config: Any) -> TrainingRun:
+    def request(self, engine: Engine, **config: Any) -> TrainingRun:
         """A run on the CPUs of the cluster, since there are no GPUs."""
         return TrainingRun(
             run_id=new_id("run"),
@@ -112,7 +112,7 @@ class TestConformance(Conformance):
         assert len(status.metrics_history) == 6 and all(point.loss for point in status.metrics_history)
         rows = b'{"prompt": "%s", "completion": "x"}\n' % (b"a long question " * 50) * 2
         questions = storage.dataset_file(stack.upload(rows, "questions.jsonl"), "jsonl")
-        cut_off = self.wanted(engine, max_seq_length=16, loss_on="completion")
+        cut_off = self.request(engine, max_seq_length=16, loss_on="completion")
         await self.launched(backend, storage, cut_off, questions)
         await asyncio.to_thread(stack.until, cut_off.run_id, "failed", "completed", timeout=180)
         status = await backend.get_status(cut_off.run_id)
@@ -133,7 +133,7 @@ class TestConformance(Conformance):
     async def test_stop_is_asked_for_once_and_for_all(
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path, stack: RayStack
     ) -> None:
-        run_id = await self.launched(backend, storage, self.wanted(engine, **LONG), data)
+        run_id = await self.launched(backend, storage, self.request(engine, **LONG), data)
         await asyncio.to_thread(stack.until_training, run_id)
         await backend.stop(run_id, save_checkpoint=False)
         first = run_row(engine, run_id)
@@ -158,7 +158,7 @@ class TestConformance(Conformance):
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path, stack: RayStack
     ) -> None:
         """Both children train to the end, from checkpoints that another node may have written."""
-        run_id = await self.launched(backend, storage, self.wanted(engine, max_steps=200, save_steps=10), data)
+        run_id = await self.launched(backend, storage, self.request(engine, max_steps=200, save_steps=10), data)
         await asyncio.to_thread(stack.until_training, run_id, 25)
         await backend.stop(run_id)
         await asyncio.to_thread(stack.until, run_id, "cancelled")
@@ -175,7 +175,7 @@ class TestConformance(Conformance):
     async def test_resume_refuses_live_runs_missing_checkpoints_and_foreign_folders(
         self, backend: CeleryBackend, engine: Engine, storage: Storage, run: TrainingRun, data: Path, stack: RayStack
     ) -> None:
-        run_id = await self.launched(backend, storage, self.wanted(engine, **LONG), data)
+        run_id = await self.launched(backend, storage, self.request(engine, **LONG), data)
         with pytest.raises(ApiError) as raised:
             await backend.resume(run_id)
         assert raised.value.code == "run_is_live"
@@ -202,10 +202,10 @@ def test_a_run_trains_on_two_devices_of_a_node(stack: RayStack) -> None:
 
 
 def test_a_run_that_no_node_can_hold_waits_and_says_what_there_is(stack: RayStack) -> None:
-    wide, elsewhere = stack.train(devices=3), stack.train(labels=("zone=b",))
-    assert "has 3 CPUs and the label `zone=a`: the most is 2" in stack.waits(wide, "ray_no_node")
+    large, elsewhere = stack.train(devices=3), stack.train(labels=("zone=b",))
+    assert "has 3 CPUs and the label `zone=a`: the most is 2" in stack.waits(large, "ray_no_node")
     assert "has the label `zone=b`" in stack.waits(elsewhere, "ray_no_node")
-    eventually(lambda: stack.job_status(wide) == "RUNNING", timeout=60, what="its driver waits for a place")
+    eventually(lambda: stack.job_status(large) == "RUNNING", timeout=60, what="its driver waits for a place")
 
 
 def test_a_job_that_waits_and_is_stopped_in_ray_is_followed_by_another(stack: RayStack) -> None:
@@ -250,13 +250,13 @@ def test_a_run_of_a_dead_node_goes_on_from_the_store_on_another(stack: RayStack)
     eventually(lambda: copied() >= 20, timeout=180, what="a checkpoint in the store")
     node = stack.node_of_worker(run_id)
     (worker,) = [one for one in node.processes() if "worker.single_run" in one.cmdline()]
-    kept = copied()
+    copies = copied()
     node.raylet.kill()
     eventually(lambda: not is_alive(worker.pid), timeout=30, what="the worker of the dead node is gone")
     shown = stack.completed(run_id, timeout=300)
     assert shown["attempt"] == 2
     attempts = {one["attempt"]: one for one in stack.client.get(f"/v1/runs/{run_id}/attempts").json()["data"]}
-    assert attempts[2]["start_step"] >= kept
+    assert attempts[2]["start_step"] >= copies
     answer = stack.client.get(f"/v1/runs/{run_id}/artifacts.tar")
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
         assert any(name.endswith("adapter_model.safetensors") for name in archive.getnames())

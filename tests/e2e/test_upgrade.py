@@ -54,7 +54,7 @@ def upgraded(
     )
     restored = RestoreJob(settings, home / "backup", Quiet()).run()
     assert restored.problems == []
-    revisions = restored.backup.manifest.revision, migrate.upgrade(settings)[1]
+    revisions = restored.backup.manifest.revision, migrate.upgrade_schema(settings)[1]
     with ProcessServer(settings) as api:
         api.wait_until_up()
         variables = forked_zygotes.variables(settings.trainer_environment())
@@ -72,7 +72,7 @@ def test_migrations_of_a_release_are_kept_unchanged(release: Release) -> None:
 
 
 def test_home_of_a_release_is_migrated_to_the_newest_revision(upgraded: UpgradedService) -> None:
-    assert upgraded.revisions == (max(upgraded.release.migrations)[:4], migrate.head())
+    assert upgraded.revisions == (max(upgraded.release.migrations)[:4], migrate.needed_revision())
 
 
 def test_runs_events_metrics_files_and_keys_of_the_release_are_served(upgraded: UpgradedService) -> None:
@@ -103,5 +103,5 @@ def test_run_that_was_training_in_the_release_continues_from_its_checkpoint(upgr
 
     shown = eventually(ended, timeout=240, what="the run of the release ends")
     assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 2, 200), shown["error_message"]
-    journal = read_journal(Storage(upgraded.api.settings).journal(upgraded.release.live_run))
+    journal = read_journal(Storage(upgraded.api.settings).journal_path(upgraded.release.live_run))
     assert min(line["step"] for line in journal if line["event"] == "step" and line["attempt"] == 2) > 4

@@ -17,13 +17,13 @@ def breaking(source: str) -> list[str]:
     module = ast.parse(source)
     functions = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name != "downgrade"]
     calls = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.Call)]
-    made = {_text(call.args[0]) for call in calls if _name(call) == "create_table" and call.args}
-    found: list[str] = []
+    new_tables = {_text(call.args[0]) for call in calls if _name(call) == "create_table" and call.args}
+    violations: list[str] = []
     for call in calls:
         table = _text(call.args[0]) if call.args else ""
-        if table not in made:
-            found += [f"line {call.lineno}: {what}" for what in _of_call(call, made)]
-    return found
+        if table not in new_tables:
+            violations += [f"line {call.lineno}: {what}" for what in _of_call(call, new_tables)]
+    return violations
 
 
 def reason(source: str) -> str:
@@ -34,7 +34,7 @@ def reason(source: str) -> str:
     return ""
 
 
-def _of_call(call: ast.Call, made: set[str]) -> list[str]:
+def _of_call(call: ast.Call, new_tables: set[str]) -> list[str]:
     name = _name(call)
     named = {keyword.arg: keyword.value for keyword in call.keywords}
     if name in _DROPS:
@@ -49,7 +49,7 @@ def _of_call(call: ast.Call, made: set[str]) -> list[str]:
         column = {keyword.arg: keyword.value for keyword in call.args[1].keywords}
         if _is(column.get("nullable"), False) and "server_default" not in column:
             return ["a column NOT NULL without server default refuses rows of old replicas"]
-    if name == "create_index" and _owner(call) == "op" and len(call.args) > 1 and _text(call.args[1]) not in made:
+    if name == "create_index" and _owner(call) == "op" and len(call.args) > 1 and _text(call.args[1]) not in new_tables:
         return ["an index on a table in use keeps everybody from writing: use online.create_index"]
     if name == "execute" and call.args and (bad := _SQL.search(_text(call.args[0]))):
         return [f"{bad[0]!r} in SQL of its own"]

@@ -51,7 +51,7 @@ Newer = Callable[[], None]
 def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Newer:
     """From its call on, this process is a version with two more migrations than the replicas have."""
     for revision, source in SOURCES.items():
-        (tmp_path / f"{revision}_more.py").write_text(source.replace("{head}", migrate.head()))
+        (tmp_path / f"{revision}_more.py").write_text(source.replace("{head}", migrate.needed_revision()))
     return lambda: monkeypatch.setattr(migrate, "VERSIONS", (*migrate.VERSIONS, tmp_path))
 
 
@@ -98,13 +98,13 @@ class TestAMigrationWhileReplicasServe:
         run_id = stack.create({"steps": 60, "step_seconds": 0.05, "log_lines_per_step": 2})
         follower = Follower(stack, run_id)
         stack.until_step(run_id, 10)
-        before = migrate.head()
+        before = migrate.needed_revision()
         newer()
         said: list[str] = []
         with stack.engine.connect() as busy, Traffic(stack) as traffic:
             # Somebody reads the runs in a transaction that stays open: an ALTER TABLE cannot get its lock.
             busy.execute(text("SELECT count(*) FROM runs"))
-            migrating = threading.Thread(target=lambda: migrate.upgrade(stack.settings, said.append))
+            migrating = threading.Thread(target=lambda: migrate.upgrade_schema(stack.settings, said.append))
             migrating.start()
             eventually(lambda: said, timeout=60, what="the migration says what it waits for")
             answered = len(traffic.answers)
@@ -120,7 +120,7 @@ class TestAMigrationWhileReplicasServe:
         ids = follower.join()
         assert ids == list(range(1, len(ids) + 1))
         with stack.engine.connect() as connection:
-            assert migrate.current(connection) == NEWER[-1] > before
+            assert migrate.current_revision(connection) == NEWER[-1] > before
             valid = text("SELECT indisvalid FROM pg_index WHERE indexrelid = 'ix_runs_colour'::regclass")
             assert connection.scalar(valid) is True
             assert connection.scalar(text("SELECT count(*) FROM runs WHERE weight = 1")) > 1
@@ -138,7 +138,8 @@ class TestAnOlderDatabase:
     def test_it_is_refused_by_replica_and_worker_with_the_next_step(self, settings: Settings, tmp_path: Path) -> None:
         with psycopg.connect(settings.database_url or "", autocommit=True) as connection:
             connection.execute("UPDATE alembic_version SET version_num = '0000'")
-        sentence = f"The database is at revision 0000, but this version needs {migrate.head()}: run `anneal migrate`."
+        revision = migrate.needed_revision()
+        sentence = f"The database is at revision 0000, but this version needs {revision}: run `anneal migrate`."
         worker = WorkerProcess(settings.model_copy(update={"launch": "cold"}), tmp_path / "worker.log")
         api = programs.anneal("api", "--port", "0", **settings.child_environment())
         assert (api.returncode, api.stderr.strip().splitlines()[-1]) == (1, f"anneal: {sentence}")
@@ -156,37 +157,39 @@ class TestLocks:
         database.execute("SET application_name = 'a careless report'")
         database.execute("SELECT count(*) FROM runs")
         with pytest.raises(SetupError, match=r"a careless report, process .* run `anneal migrate` again"):
-            migrate.upgrade(settings)
+            migrate.upgrade_schema(settings)
         database.rollback()
-        assert migrate.upgrade(settings)[1] == NEWER[-1]
+        assert migrate.upgrade_schema(settings)[1] == NEWER[-1]
 
     def test_half_an_index_is_made_whole_by_the_next_try(
         self, settings: Settings, database: psycopg.Connection, newer: Newer
     ) -> None:
         newer()
-        assert migrate.upgrade(settings)[1] == NEWER[-1]
+        assert migrate.upgrade_schema(settings)[1] == NEWER[-1]
         database.autocommit = True
         database.execute("UPDATE alembic_version SET version_num = '9001'")
         database.execute("DROP INDEX ix_runs_colour")
         database.execute("INSERT INTO colours VALUES ('red'), ('blue')")
         with pytest.raises(psycopg.errors.UniqueViolation):  # as a build that is cut off, it leaves a torn index
             database.execute("CREATE UNIQUE INDEX CONCURRENTLY ix_runs_colour ON colours ((1))")
-        assert migrate.upgrade(settings) == ("9001", NEWER[-1])
-        found = database.execute("SELECT indisvalid FROM pg_index WHERE indexrelid = 'ix_runs_colour'::regclass")
-        assert found.fetchall() == [(True,)]
+        assert migrate.upgrade_schema(settings) == ("9001", NEWER[-1])
+        validity = database.execute("SELECT indisvalid FROM pg_index WHERE indexrelid = 'ix_runs_colour'::regclass")
+        assert validity.fetchall() == [(True,)]
 
 
 class TestRules:
     @pytest.mark.parametrize("path", VERSIONS, ids=lambda path: path.stem)
     def test_a_migration_leaves_what_the_version_before_needs_or_says_why_not(self, path: Path) -> None:
         source = path.read_text()
-        found = breaking(source)
-        assert not found or len(reason(source).split()) > 3, f"{path.name}: {found}; see migrations/__init__.py"
+        violations = breaking(source)
+        assert not violations or len(reason(source).split()) > 3, (
+            f"{path.name}: {violations}; see migrations/__init__.py"
+        )
 
     def test_numbers_of_four_digits_in_a_row_distinguish_newer_from_older(self) -> None:
         assert [path.name[:5] for path in VERSIONS] == [f"{n:04}_" for n in range(100, 100 + len(VERSIONS))]
-        assert migrate.head() == VERSIONS[-1].name[:4]
-        assert migrate.schema_error(migrate.head()) is None and migrate.schema_error("9999") is None
+        assert migrate.needed_revision() == VERSIONS[-1].name[:4]
+        assert migrate.schema_error(migrate.needed_revision()) is None and migrate.schema_error("9999") is None
         assert "needs" in (migrate.schema_error("") or "") and "anneal migrate" in (migrate.schema_error("0000") or "")
 
     @pytest.mark.parametrize(
@@ -217,8 +220,10 @@ class TestRules:
     @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
     def test_what_only_adds_is_not(self, source: str) -> None:
         assert breaking(source) == []
-        made = 'op.create_table("t", sa.Column("x", sa.Text(), nullable=False))\n    op.create_index("ix", "t", ["x"])'
-        assert breaking(f"def upgrade():\n    {made}\ndef downgrade():\n    op.drop_table('t')\n") == []
+        operations = (
+            'op.create_table("t", sa.Column("x", sa.Text(), nullable=False))\n    op.create_index("ix", "t", ["x"])'
+        )
+        assert breaking(f"def upgrade():\n    {operations}\ndef downgrade():\n    op.drop_table('t')\n") == []
 
 
 def test_replicas_that_wait_for_their_turn_hold_up_no_index(settings: Settings, newer: Newer) -> None:
@@ -226,7 +231,7 @@ def test_replicas_that_wait_for_their_turn_hold_up_no_index(settings: Settings, 
     newer()
 
     async def all_at_once() -> list[tuple[str, str]]:
-        return await asyncio.gather(*(asyncio.to_thread(migrate.upgrade, settings) for _ in range(4)))
+        return await asyncio.gather(*(asyncio.to_thread(migrate.upgrade_schema, settings) for _ in range(4)))
 
     results = asyncio.run(asyncio.wait_for(all_at_once(), 120))
     assert {after for _, after in results} == {NEWER[-1]}

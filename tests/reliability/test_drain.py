@@ -324,7 +324,7 @@ class TestNotes:
     def test_a_process_that_was_given_a_workers_id_later_is_never_signalled(
         self, unrelated: subprocess.Popen[bytes], tmp_path: Path
     ) -> None:
-        here = ProcessIdentity.of(unrelated.pid, start_time(unrelated.pid))
+        here = ProcessIdentity.of_process(unrelated.pid, start_time(unrelated.pid))
         others = [
             replace(here, start_time=here.start_time - 1),
             replace(here, boot_id="another"),
@@ -334,22 +334,22 @@ class TestNotes:
         folder.mkdir(parents=True)
         for n, other in enumerate(others):
             note = status_files.WorkerStatus(f"wrk_{n}", other)
-            assert not note.signal(signal.SIGTERM)
+            assert not note.send_signal(signal.SIGTERM)
             (folder / f"{note.id}.json").write_text(json.dumps(asdict(note)))
         _, said = Command(tmp_path, "--drain").end()
         assert re.search(r"wrk_1 belongs to another machine", said) and "nothing to drain" in said
         assert unrelated.poll() is None
         right = status_files.WorkerStatus("wrk", here)
-        assert right.signal(signal.SIGTERM)
+        assert right.send_signal(signal.SIGTERM)
         assert unrelated.wait(30) == -signal.SIGTERM
 
     def test_a_new_worker_clears_away_the_notes_of_dead_ones(self, settings: Settings) -> None:
         folder = settings.home / "run" / "workers"
         folder.mkdir(parents=True)
-        dead = status_files.WorkerStatus("wrk_dead", ProcessIdentity.of(2**22 + 1, 1))
+        dead = status_files.WorkerStatus("wrk_dead", ProcessIdentity.of_process(2**22 + 1, 1))
         (folder / "wrk_dead.json").write_text(json.dumps(asdict(dead)))
         (folder / "wrk_torn.json").write_text("{")
-        drained = status_files.WorkerStatus("wrk_drained", ProcessIdentity.of(2**22 + 2, 1), draining=True)
+        drained = status_files.WorkerStatus("wrk_drained", ProcessIdentity.of_process(2**22 + 2, 1), draining=True)
         (folder / "wrk_drained.json").write_text(json.dumps(asdict(drained)))
         notebook = status_files.WorkerStatusFile(settings.home, "wrk_new")
         notebook.open()

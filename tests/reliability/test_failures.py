@@ -39,8 +39,8 @@ def test_a_crash_is_classified_and_shows_its_last_lines(stack: Stack, kind: str)
     assert any("step 2 loss" in event.get("line", "") for event in events), "its last lines are in the log"
     if code == "trainer_crashed":
         assert "step 2 loss" not in shown["error_message"] and f"anneal runs why {run_id}" in shown["error_message"]
-        found = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
-        assert any("step 2 loss" in line for line in found["last_lines"])
+        postmortem = stack.client.get(f"/v1/runs/{run_id}/postmortem").json()
+        assert any("step 2 loss" in line for line in postmortem["last_lines"])
 
 
 def test_a_device_that_fails_pauses_and_its_run_goes_on_on_another(stack: Stack) -> None:

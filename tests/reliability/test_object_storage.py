@@ -112,8 +112,8 @@ def test_a_worker_with_the_store_of_another_service_or_of_none_does_not_start(
     stack: Stack, tmp_path: Path, mark: str, reason: str
 ) -> None:
     def online() -> set[str]:
-        found = stack.client.get("/v1/workers").json()["data"]
-        return {row["id"] for row in found if row["state"] == "online"}
+        workers = stack.client.get("/v1/workers").json()["data"]
+        return {row["id"] for row in workers if row["state"] == "online"}
 
     before = online()
     (tmp_path / MARK).touch()

@@ -21,8 +21,8 @@ def reported_repairs(stack: Stack, run_id: str) -> list[dict[str, Any]]:
 def postmortem(stack: Stack, run_id: str) -> dict[str, Any]:
     answer = stack.client.get(f"/v1/runs/{run_id}/postmortem")
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    document: dict[str, Any] = answer.json()
+    return document
 
 
 def first_steps(stack: Stack, run_id: str) -> list[dict[str, Any]]:
@@ -65,12 +65,12 @@ class TestOutOfMemory:
         shown = stack.until(run_id, "completed", "failed")
         assert (shown["status"], shown["error_code"], shown["attempt"]) == ("failed", "out_of_memory", 3)
         assert [*reported_repairs(stack, run_id)[-1]["changes"]] == ["gradient_checkpointing"]
-        found = postmortem(stack, run_id)
-        assert found["phase"] == "training" and found["step"] == 2 and found["memory"]
-        assert "ran out of memory while training" in found["probable_cause"]
-        assert any("step 2 loss" in line for line in found["last_lines"])
-        assert found["correction"]["changes"] == {"method": "lora"}
-        request = found["correction"]["request"]
+        report = postmortem(stack, run_id)
+        assert report["phase"] == "training" and report["step"] == 2 and report["memory"]
+        assert "ran out of memory while training" in report["probable_cause"]
+        assert any("step 2 loss" in line for line in report["last_lines"])
+        assert report["correction"]["changes"] == {"method": "lora"}
+        request = report["correction"]["request"]
         assert stack.client.post(f"{request['path']}/validate", json=request["body"]).json()["valid"]
 
     @pytest.mark.full
@@ -83,9 +83,9 @@ class TestOutOfMemory:
         )
         shown = stack.until(run_id, "completed", "failed")
         assert (shown["error_code"], shown["attempt"]) == ("out_of_memory", 1)
-        found = postmortem(stack, run_id)["correction"]
-        assert found["changes"] == {"on_out_of_memory": "repair"}
-        again = stack.client.post(found["request"]["path"], json=found["request"]["body"])
+        correction = postmortem(stack, run_id)["correction"]
+        assert correction["changes"] == {"on_out_of_memory": "repair"}
+        again = stack.client.post(correction["request"]["path"], json=correction["request"]["body"])
         assert again.status_code == 202, again.text
         assert stack.until(again.json()["id"], "completed", "failed")["status"] == "completed"
         assert again.json()["extra_eval_datasets"] == sets
@@ -145,10 +145,10 @@ class TestPostmortem:
     def test_a_hang_and_a_crash_are_distinguished(self, stack: Stack) -> None:
         run_id = stack.create({"steps": 9, "crash_at_step": 3, "crash": "segv"})
         stack.until(run_id, "failed")
-        found = postmortem(stack, run_id)
-        assert (found["exit_signal"], found["code"]) == ("SIGSEGV", "trainer_crashed")
-        assert "crashed (SIGSEGV) in the training process during training" in found["probable_cause"]
-        assert found["correction"] is None
+        report = postmortem(stack, run_id)
+        assert (report["exit_signal"], report["code"]) == ("SIGSEGV", "trainer_crashed")
+        assert "crashed (SIGSEGV) in the training process during training" in report["probable_cause"]
+        assert report["correction"] is None
         assert (
             "hung during evaluating"
             in probable_cause("worker_lost", "", FailureReport(killed_for="hang", phase="evaluating"), {}).sentence

@@ -39,8 +39,8 @@ def frozen(pid: int) -> Iterator[None]:
 def confined(service: str) -> list[str]:
     """The command that executes a program with the capabilities of a container."""
     document = yaml.safe_load((ROOT / "docker-compose.trainer.yml").read_text())
-    kept = "".join(f",+{capability.lower()}" for capability in document["services"][service]["cap_add"])
-    return ["setpriv", "--no-new-privs", "--inh-caps=-all", f"--bounding-set=-all{kept}"]
+    capabilities = "".join(f",+{capability.lower()}" for capability in document["services"][service]["cap_add"])
+    return ["setpriv", "--no-new-privs", "--inh-caps=-all", f"--bounding-set=-all{capabilities}"]
 
 
 def steps(stack: Stack, run_id: str) -> int:

@@ -50,7 +50,7 @@ def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> R
 def _checkpoints_before(run: ClaimedRun, step: int) -> Executable:
     """Select the two latest checkpoints before this step: the attempt's own, or those that it may have started from."""
     columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
-    found: Executable = retention.restorable(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
+    found: Executable = retention.select_restorable(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
     return found
 
 

@@ -58,8 +58,8 @@ class CheckpointSource:
     def obtain_newest(self, remarks: list[str]) -> Any:
         """Return the furthest checkpoint that is whole; None means start from the beginning.
 
-        `retention.retire` keeps every checkpoint that this may return: the furthest one, and those saved by an attempt
-        that could not reach it. Adds lines for the run's log to `remarks`.
+        `retention.retire_checkpoints` keeps every checkpoint that this may return: the furthest one, and
+        those saved by an attempt that could not reach it. Adds lines for the run's log to `remarks`.
 
         Raises:
             JobError: A checkpoint is out of reach and no other one is whole, or the parent run has none.
@@ -129,7 +129,7 @@ class CheckpointSource:
         """
         method = method_of(self._run.config)
         evaluated = [
-            (method.score(metric), checkpoint.step, checkpoint)
+            (method.to_score(metric), checkpoint.step, checkpoint)
             for checkpoint in self._candidates()
             if isinstance(metric := checkpoint.metrics.get(method.eval_metric), int | float)
         ]
@@ -146,7 +146,7 @@ class CheckpointSource:
                     raise error
                 # After hours the run goes on, and exports the last weights with a warning.
         return EvaluatedCheckpoint(
-            path=self.place(best), step=step, manifest_sha256=best.manifest_sha256, metric=method.score(score)
+            path=self.place(best), step=step, manifest_sha256=best.manifest_sha256, metric=method.to_score(score)
         )
 
     def _is_in_engine(self, checkpoint: Any) -> bool:
@@ -166,7 +166,7 @@ class CheckpointSource:
         Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.
         """
         table = Checkpoint.__table__
-        yield from self._rows(retention.restorable(self._run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
+        yield from self._rows(retention.select_restorable(self._run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
         resumes = self._run.resume_checkpoint_id
         while resumes:
             chosen = next(iter(self._rows(select(table).where(table.c.id == resumes))), None)
@@ -174,7 +174,7 @@ class CheckpointSource:
                 return
             if chosen.deleted_at is None and chosen.bad_reason is None:
                 yield chosen
-            earlier = retention.restorable(chosen.run_id, below_step=chosen.step)
+            earlier = retention.select_restorable(chosen.run_id, below_step=chosen.step)
             yield from self._rows(earlier.with_only_columns(*table.c))  # type: ignore[attr-defined]
             parent = self._rows(select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
             resumes = parent[0].resume_checkpoint_id if parent else None

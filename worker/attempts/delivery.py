@@ -190,10 +190,10 @@ class _Delivery:
 
     def _progress(self, message: str) -> None:
         progress = {"phase": "copying", "done": None, "total": None, "message": message}
-        self._writer.put(NewEvent.of("progress", time.time(), progress))
+        self._writer.put(NewEvent.from_payload("progress", time.time(), progress))
 
     def _log(self, line: str, level: str) -> None:
-        self._writer.put(NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": level}))
+        self._writer.put(NewEvent.from_payload("log", time.time(), {"line": line, "stream": "anneal", "level": level}))
 
     def _record(self, **values: str) -> None:
         """Store the hash of a manifest in the attempt's row, unless another worker owns the run by now."""

@@ -54,4 +54,4 @@ def store_failure_report(run: ClaimedRun, report: FailureReport, at: float) -> R
         ours = exists().where(Run.id == run.id, Run.lease_epoch == run.lease_epoch)
         connection.execute(update(Attempt).where(*this, ours).values(report=report.model_dump(mode="json")))
 
-    return RunUpdate(keep, NewEvent.of("repair", at, repair.model_dump()) if repair else None)
+    return RunUpdate(keep, NewEvent.from_payload("repair", at, repair.model_dump()) if repair else None)

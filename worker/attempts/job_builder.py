@@ -169,7 +169,7 @@ def _best_score(config: dict[str, Any], metrics: Mapping[str, Any]) -> float | N
     """Return the score of the best evaluation up to a checkpoint."""
     method = method_of(config)
     best = metrics.get(f"best_{method.eval_metric}")
-    return None if best is None else method.score(best)
+    return None if best is None else method.to_score(best)
 
 
 def write_job(context: WorkerContext, job: JobSpec) -> Path:
@@ -202,7 +202,7 @@ def write_job(context: WorkerContext, job: JobSpec) -> Path:
 
 def journal_path(context: WorkerContext, run: ClaimedRun) -> Path | None:
     """Return the file in which the run's trainers record what they do; None unless the settings ask for it."""
-    return context.storage.journal(run.id) if context.settings.trainer_journal else None
+    return context.storage.journal_path(run.id) if context.settings.trainer_journal else None
 
 
 def token_cache_location(context: WorkerContext) -> TokenCacheLocation | None:
@@ -327,7 +327,7 @@ def _locate_model(
     if resolver.is_run(name):
         query = select(Run.output_attempt, Run.base_model).where(Run.id == name)
         output_attempt, trained_on = connection.execute(query).one_or_none() or (None, None)
-    model = _located(lambda: resolver.locate(context.settings, context.storage, name, output_attempt, revision))
+    model = _located(lambda: resolver.locate_model(context.settings, context.storage, name, output_attempt, revision))
     base = _base_of_adapter(context, connection, run, model.path, trained_on) if model.path and follow else None
     return model.model_copy(update={"base": base})
 
@@ -377,7 +377,7 @@ def secrets_of(
         wanted |= _TRACKER_SECRETS.get(tracker, {})
     try:
         return (
-            {wanted[name]: value for name, value in store.read(connection, context.settings, wanted).items()}
+            {wanted[name]: value for name, value in store.read_secrets(connection, context.settings, wanted).items()}
             if wanted
             else {}
         )

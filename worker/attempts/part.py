@@ -260,7 +260,7 @@ class _Part:
             self._wait_for(path)
         else:
             path = prepare_part(context, run, JobSpec.model_validate(lead_job), self._restore_control)
-        job = JobSpec.read(path)
+        job = JobSpec.from_file(path)
         for needed in _paths(job):
             if not needed.exists():
                 raise JobError("internal", _is_not_here(needed), is_transient=True)

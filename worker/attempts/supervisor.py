@@ -312,7 +312,7 @@ def launch_all(
     meeting_port = MeetingPort(context.group_address)
     try:
         meeting = Meeting(meeting_port.meeting, first_rank=0, size=run.devices_needed)
-        own_job = None if context.working_copy is None else JobSpec.read(job.path).model_dump(mode="json")
+        own_job = None if context.working_copy is None else JobSpec.from_file(job.path).model_dump(mode="json")
 
         def announce() -> None:
             with context.engine.begin() as connection:

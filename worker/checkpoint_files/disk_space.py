@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from app.infra.files.disk_space import free_bytes, mib
+from app.infra.files.disk_space import format_mib, free_bytes
 
 _OVERHEAD_BYTES = 2**20
 
@@ -24,6 +24,7 @@ class DiskSpace:
         if free is None or needed + self._reserve <= free:
             return None
         return (
-            f"it needs {mib(needed)}, and {self._folder} has {mib(free)} free, of which {mib(self._reserve)} must "
-            "stay free (ANNEAL_DISK_RESERVE_BYTES). Free some space there, or lower `save_total_limit`"
+            f"it needs {format_mib(needed)}, and {self._folder} has {format_mib(free)} free, of which "
+            f"{format_mib(self._reserve)} must stay free (ANNEAL_DISK_RESERVE_BYTES). Free some space "
+            "there, or lower `save_total_limit`"
         )

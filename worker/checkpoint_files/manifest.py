@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from app.infra.files.file_manifest import MANIFEST, MAX_BYTES, listed
+from app.infra.files.file_manifest import MANIFEST, MAX_BYTES, parse_manifest
 from app.infra.files.tree import files_below, remove_tree
 from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below, read_below
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
@@ -85,7 +85,7 @@ def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_hea
     if hashlib.sha256(text).hexdigest() != manifest_sha256:
         return [f"{MANIFEST} is not the one that was written with this checkpoint"]
     try:
-        expected = listed(text)
+        expected = parse_manifest(text)
     except ValueError as error:  # `OutsideStorage` is one
         return [f"{MANIFEST} does not describe this checkpoint: {error}"]
     return differences(folder, expected, alive)
@@ -98,7 +98,7 @@ def is_in_place(folder: Path, manifest_sha256: str, step: int) -> bool:
     """
     try:
         text = read_below(folder, MANIFEST, MAX_BYTES)
-        expected = listed(text)
+        expected = parse_manifest(text)
         if hashlib.sha256(text).hexdigest() != manifest_sha256 or json.loads(text).get("step") != step or not expected:
             return False
         return all(_size_below(folder, name) == size for name, (size, _) in expected.items())

@@ -28,7 +28,7 @@ def before_attempt(context: StoreContext, run: ClaimedRun) -> None:
     for attempt in range(1, run.attempt):
         after_attempt(context, run.id, attempt)
     with context.engine.connect() as connection:
-        retired = connection.execute(retention.retired(run.id)).all()
+        retired = connection.execute(retention.select_retired(run.id)).all()
         half_fetched = _half_fetched(context, connection, run)
     remove_folders(context, run.id, [(attempt, name) for attempt, name in retired])
     for folder in half_fetched:

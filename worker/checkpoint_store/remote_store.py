@@ -76,7 +76,7 @@ class RemoteStore:
         target = self._storage.key_of(folder)
         self.objects.check_root()
         with _local_errors(folder):
-            listed = file_manifest.listed(text)
+            listed = file_manifest.parse_manifest(text)
         self.objects.remove_partial(target)
         for name, wanted in listed.items():
             self.objects.put(f"{target}/{name}", _hashed(folder, name, wanted, on_piece))
@@ -249,7 +249,7 @@ class _Digest:
 
 def _listed(text: bytes) -> dict[str, tuple[int, str]]:
     try:
-        return file_manifest.listed(text)
+        return file_manifest.parse_manifest(text)
     except ValueError as error:  # `OutsideStorage` is one
         raise CorruptInStore(f"it is corrupt in the storage: {error}") from error
 

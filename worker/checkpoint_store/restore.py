@@ -165,7 +165,7 @@ def _fetch(
             done = min(bytes_below(staging), checkpoint.bytes)
             message = f"fetching {checkpoint.name} from {remote.url}"
             progress = {"phase": "fetching", "done": done, "total": checkpoint.bytes, "message": message}
-            restore_control.report(NewEvent.of("progress", time.time(), progress))
+            restore_control.report(NewEvent.from_payload("progress", time.time(), progress))
 
     began = time.monotonic()
     for tries in range(1, _TRIES + 1):

@@ -118,7 +118,7 @@ class CheckpointUploader:
         if left:
             message = f"sending {_abbreviated(left)} to {self.remote.url}"
             progress = {"phase": "copying", "done": None, "total": None, "message": message}
-            put(NewEvent.of("progress", time.time(), progress))
+            put(NewEvent.from_payload("progress", time.time(), progress))
         while left and not self._pause and not is_over() and time.monotonic() < until:
             with self._changed:
                 self._changed.wait(_POLL_SECONDS)
@@ -177,7 +177,7 @@ class CheckpointUploader:
                 if one.is_sent and self._started.get(one.id) != one.replica_started_at:
                     continue  # another worker sends it: what this worker has started, this same thread sends
                 if self._remove(partial(self._folder, one), one.run_id, kept):
-                    self._do(uploads.removed(one.id, one.replica_started_at))
+                    self._do(uploads.record_removal(one.id, one.replica_started_at))
                     self._started.pop(one.id, None)
             for one in self._pages(uploads.runs_to_remove, ""):
                 if self._remove(partial(self._storage.run_dir, one.id), one.id, kept):
@@ -205,7 +205,7 @@ class CheckpointUploader:
 
     def queue_overdue(self) -> None:
         """Queue checkpoints that no worker sends and that exist in this working copy."""
-        for one in self._pages(uploads.overdue, None):
+        for one in self._pages(uploads.select_overdue, None):
             with self._changed:
                 if len(self._waiting) >= _MAX_QUEUED:
                     return
@@ -233,7 +233,7 @@ class CheckpointUploader:
 
         def note() -> None:
             nonlocal lease_epoch, noted
-            row = self._do(uploads.begin(one.id, self._started.get(one.id)))
+            row = self._do(uploads.claim_upload(one.id, self._started.get(one.id)))
             if row is None:
                 raise _NotWanted
             self._started[one.id], lease_epoch, noted = row.replica_started_at, row.lease_epoch, time.monotonic()
@@ -273,7 +273,7 @@ class CheckpointUploader:
             return
         why = "; ".join(wrong[:3])
         with self._engine.begin() as connection:
-            is_ours = connection.execute(uploads.begin(one.id, self._started[one.id])).one_or_none()
+            is_ours = connection.execute(uploads.claim_upload(one.id, self._started[one.id])).one_or_none()
             if is_ours is None:
                 return
             self._started[one.id] = is_ours.replica_started_at
@@ -290,7 +290,7 @@ class CheckpointUploader:
         noted = self._started.get(one.id)
         if noted is not None and self._do(uploads.owned_by_other_worker(one.id, noted)) is None:
             self.remote.remove(self._folder(one))
-            self._do(uploads.removed(one.id, noted))
+            self._do(uploads.record_removal(one.id, noted))
         self._drop(one)
 
     def _drop(self, one: Any) -> None:
@@ -345,4 +345,4 @@ def _abbreviated(names: list[str]) -> str:
 
 
 def _line(line: str, level: str) -> NewEvent:
-    return NewEvent.of("log", time.time(), {"line": line, "stream": "anneal", "level": level})
+    return NewEvent.from_payload("log", time.time(), {"line": line, "stream": "anneal", "level": level})

@@ -171,7 +171,7 @@ class WorkingCopy:
             live = set(connection.scalars(select(Run.id).where(Run.id.in_(empty), Run.status.not_in(TERMINAL))))
         for folder in (empty[id] for id in empty.keys() - live):
             with suppress(OSError):  # something is fetched into it meanwhile, or it is no folder of a run
-                for name in (self._storage.journal(folder.name).name, "trainer.lock"):
+                for name in (self._storage.journal_path(folder.name).name, "trainer.lock"):
                     (folder / name).unlink(missing_ok=True)
                 folder.rmdir()
 

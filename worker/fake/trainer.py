@@ -99,7 +99,7 @@ class FakeTrainer:
         self.journal = journal
         self.folder = job.attempt_dir
         self.config = TrainingConfig.model_validate(drop_unknown_fields(job.config, job.user_set_fields))
-        self.options = FakeOptions.stored(self.config.extra)
+        self.options = FakeOptions.parse_stored(self.config.extra)
         self.rows = job.dataset.rows or _ROWS_IF_UNKNOWN
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
         self.total = self._total_steps()

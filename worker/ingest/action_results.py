@@ -43,4 +43,4 @@ def action_result(run: ClaimedRun, record: ActionRecord, ts: float) -> ActionRes
     before = ("waiting", "done") if status == "done" else ("waiting",)
     asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
     change = update(RunAction).where(*asked).values(outcome)
-    return ActionResult(change, NewEvent.of("action", ts, {"action_id": action_id, **reported}))
+    return ActionResult(change, NewEvent.from_payload("action", ts, {"action_id": action_id, **reported}))

@@ -157,7 +157,7 @@ class EventWriter:
         """
         reserve = self._context.database_reserve
         is_ending = self._context.draining.is_set()
-        shortage = reserve.shortage() if reserve is not None and not is_ending else None
+        shortage = reserve.describe_shortage() if reserve is not None and not is_ending else None
         if shortage and not self._is_short:
             log.warning("%s: what the run reports waits, because %s", self._run.id, shortage)
         self._is_short = shortage is not None
@@ -227,11 +227,13 @@ class EventWriter:
         first = self._stored + 1
         self._tried = len(batch)
         with self._context.engine.begin() as connection:
-            stored = event_log.append(connection, self._run.id, self._run.lease_epoch, first, batch, self.progress)
-            self._rollups.store(connection, first, batch, stored)
+            stored = event_log.append_events(
+                connection, self._run.id, self._run.lease_epoch, first, batch, self.progress
+            )
+            self._rollups.store_changes(connection, first, batch, stored)
             if then:
                 then(connection)
-        self._rollups.committed()
+        self._rollups.note_commit()
         self._stored += len(batch)
         self._tried = 0
 
@@ -239,4 +241,4 @@ class EventWriter:
 def _refused(event: NewEvent, error: Exception) -> NewEvent:
     log.warning("an event of type %s is refused by the database: %s", event.type, error)
     line = f"an event of type {event.type} could not be stored; an operator finds the cause in the worker's log"
-    return NewEvent.of("log", event.ts.timestamp(), {"line": line, "stream": "anneal", "level": "error"})
+    return NewEvent.from_payload("log", event.ts.timestamp(), {"line": line, "stream": "anneal", "level": "error"})

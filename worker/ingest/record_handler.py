@@ -267,7 +267,7 @@ class RecordHandler:
     def _log_shortage(self) -> str | None:
         """Return why printed lines are not stored now: they would take the room of everything else."""
         reserve = self._context.database_reserve
-        shortage = reserve.shortage(self._context.settings.disk_reserve_bytes) if reserve is not None else None
+        shortage = reserve.describe_shortage(self._context.settings.disk_reserve_bytes) if reserve is not None else None
         if shortage and not self._is_log_short:
             self.say(f"printed lines are not stored from here on, because {shortage}; the last ones follow", "warning")
         self._is_log_short = shortage is not None
@@ -276,7 +276,7 @@ class RecordHandler:
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
         for line in lines:
             self.tail.append(line["line"])
-            self._writer.put(NewEvent.of("log", now, line))
+            self._writer.put(NewEvent.from_payload("log", now, line))
 
     def _handle_record(self, data: bytes, now: float, rank: int) -> None:
         self._budget.spend(max(len(data), LEAST_BYTES), time.monotonic())
@@ -312,11 +312,11 @@ class RecordHandler:
         message = validated(_MESSAGE, record)
         line = {"line": plain_text(message["line"]), "stream": "anneal", "level": message.get("level", "info")}
         self._log_file.add(line, self._printed_at)
-        self._writer.put(NewEvent.of("log", ts, line))
+        self._writer.put(NewEvent.from_payload("log", ts, line))
 
     def _handle_plain(self, record: dict[str, Any], ts: float) -> None:
         """Store a record that is an event as it is."""
-        self._writer.put(NewEvent.of(record.pop("type"), ts, record))
+        self._writer.put(NewEvent.from_payload(record.pop("type"), ts, record))
 
     def _handle_config(self, record: dict[str, Any], ts: float) -> None:
         reported = validated(_CONFIG, record)
@@ -324,7 +324,7 @@ class RecordHandler:
         if ignored := invalid_facts(facts):  # estimates of other users' runs compute with them
             self.say(f"invalid facts of the run are ignored: {', '.join(ignored)}", "warning")
             record["facts"] = {name: value for name, value in facts.items() if name not in ignored}
-        event = NewEvent.of(record.pop("type"), ts, record)
+        event = NewEvent.from_payload(record.pop("type"), ts, record)
         try:
             TrainingConfig.model_validate(effective)
         except ValidationError as error:  # repairs and post-mortems compute with it
@@ -350,7 +350,7 @@ class RecordHandler:
         loss, best = record.get("loss"), self._bests[-1][1]
         self._set_total(record.pop("total_steps", None))
         self._limit_series(record.get("extra"))
-        event = NewEvent.of("metric", ts, record)
+        event = NewEvent.from_payload("metric", ts, record)
         step = _count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
             self._bests.append((step, float(loss)))
@@ -364,13 +364,13 @@ class RecordHandler:
     def _handle_eval(self, record: dict[str, Any], ts: float) -> None:
         """Store an evaluation, and the score of the run if it is the best so far."""
         self._limit_series(record.get("metrics"))
-        event = NewEvent.of(record.pop("type"), ts, record)
+        event = NewEvent.from_payload(record.pop("type"), ts, record)
         method = method_of(self._run.config)
         found = (record.get("metrics") or {}).get(method.eval_metric)
         if isinstance(found, bool) or not isinstance(found, float | int) or not math.isfinite(found):
             self._writer.put(event)
             return
-        score = method.score(float(found))
+        score = method.to_score(float(found))
         if self._best_score is not None and score >= self._best_score:
             self._writer.put(event)
             return
@@ -452,7 +452,7 @@ class RecordHandler:
         start = self._start
         self._stopwatch.enter(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
-        self._writer.put(NewEvent.of("progress", ts, progress))
+        self._writer.put(NewEvent.from_payload("progress", ts, progress))
         main_phase = "training" if self._run.task == RunTask.train else "evaluating"
         if self.phase == main_phase and not self.training_started:
             self.training_started = True
@@ -533,7 +533,7 @@ class RecordHandler:
             )
             keep_last = run.config.get("save_total_limit")
             if keep_last:
-                retired[:] = retention.retire(connection, run.id, keep_last)
+                retired[:] = retention.retire_checkpoints(connection, run.id, keep_last)
             for one in answered:
                 connection.execute(one.change)
 
@@ -541,7 +541,7 @@ class RecordHandler:
             # It is reported once it is on disk, and training may have continued meanwhile.
             self._set_progress(step, epoch)
         data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
-        event = NewEvent.of("checkpoint", ts, data)
+        event = NewEvent.from_payload("checkpoint", ts, data)
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
         found: dict[str, object] = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [

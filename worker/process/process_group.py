@@ -57,7 +57,7 @@ def record(folder: Path, trainer: ProcessIdentity, meeting: Path | None = None) 
     path = folder / f"{trainer.pid}-{trainer.start_time}.json"
     noted = {
         "trainer": asdict(trainer),
-        "worker": asdict(ProcessIdentity.own()),
+        "worker": asdict(ProcessIdentity.of_this_process()),
         "meeting": str(meeting) if meeting else None,
     }
     write_private_json(path, noted, durable=False)

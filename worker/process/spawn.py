@@ -113,7 +113,7 @@ def spawn_forked(wanted: LaunchRequest, zygote: socket.socket) -> TrainingProces
         else:
             raise LaunchError("no descriptor is left for a new process")
         undo.callback(process.close)
-        identity = ProcessIdentity.of(answer["pid"], answer["start_time"])
+        identity = ProcessIdentity.of_process(answer["pid"], answer["start_time"])
         started = TrainingProcess(identity, process, channel, ZygoteExitWatcher(status, process))
         undo.pop_all()
     return started
@@ -148,7 +148,7 @@ def spawn_cold(wanted: LaunchRequest, environment: Mapping[str, str]) -> Trainin
         undo.callback(popen.wait)
         undo.callback(popen.kill)
         channel.release()
-        identity = ProcessIdentity.of(popen.pid, start_time(popen.pid))
+        identity = ProcessIdentity.of_process(popen.pid, start_time(popen.pid))
         process = open_process(popen.pid)
         undo.callback(process.close)
         started = TrainingProcess(identity, process, channel, ColdExitWatcher(popen, process))

@@ -25,7 +25,7 @@ from app.contracts.run_task import RunTask
 from app.contracts.training_config.expert_parallel import expert_parallel_obstacles
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields
-from app.contracts.training_config.resolution import Replacement, resolve
+from app.contracts.training_config.resolution import Replacement, resolve_config
 from app.contracts.training_config.rules import sharding_obstacles
 from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors
@@ -136,7 +136,7 @@ def _train(
         text = " ".join(problem.message for problem in found) or str(error)
         raise TrainingFailure("config_error", text) from error
     is_sharded = job.sharded and ranks.size > 1
-    effective = resolve(asked, given, machine, sharded=is_sharded, dataset_format=job.dataset.format)
+    effective = resolve_config(asked, given, machine, sharded=is_sharded, dataset_format=job.dataset.format)
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
         if (obstacle := division_obstacle(job.sequence_parallel, ranks.size, None)) is not None:

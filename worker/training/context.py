@@ -131,7 +131,7 @@ class TrainingContext:
 
     def saved(self, checkpoint: EvaluatedCheckpoint) -> None:
         """Handle a checkpoint whose weights were evaluated: it may be the best one."""
-        best, score = self.best_checkpoint, self.method.score
+        best, score = self.best_checkpoint, self.method.to_score
         if best is None or score(checkpoint.metric) < score(best.metric):
             self.best_checkpoint = checkpoint
 

@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         local = (parsed.local_rank, parsed.local_ranks)
         place = RankPlace(parsed.rank, parsed.ranks, parsed.meeting, *local, parsed.interface)
     try:
-        return Arguments(JobSpec.read(parsed.job), parsed.report_fd, parsed.control_fd, place)
+        return Arguments(JobSpec.from_file(parsed.job), parsed.report_fd, parsed.control_fd, place)
     except (OSError, ValueError) as problem:
         message = f"The job file {parsed.job.name} cannot be read: {problem}"
         Reporter(parsed.report_fd).result("failed", error={"code": "internal", "message": message})

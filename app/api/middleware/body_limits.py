@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.authorization import is_public
-from app.api.errors import ApiError, invalid, printable, problem_response, too_large
+from app.api.errors import ApiError, invalid, problem_response, to_printable, too_large
 from app.config import Settings
 from app.contracts.errors import FieldError
 from app.infra import strict_json
@@ -37,14 +37,14 @@ class BodyLimitMiddleware:
             await self.app(scope, receive, send)
             return
         try:
-            checked = await self._check(scope, receive)
+            checked = await self._check_request(scope, receive)
         except ApiError as error:
             await problem_response(scope, error)(scope, receive, send)
             return
         if checked is not None:
             await self.app(scope, checked, send)
 
-    async def _check(self, scope: Scope, receive: Receive) -> Receive | None:
+    async def _check_request(self, scope: Scope, receive: Receive) -> Receive | None:
         """Return the `receive` for the endpoint, or None if the client has disconnected."""
         if "\0" in scope["path"] or b"%00" in scope["query_string"]:
             raise _invalid_text("nul_in_text", "the URL has a NUL character (%00); remove it")
@@ -53,12 +53,12 @@ class BodyLimitMiddleware:
                 "too_many_parameters", f"the URL has more than {MOST_PARAMETERS} parameters; send fewer"
             )
         headers = Headers(scope=scope)
-        length = _length(headers)
+        length = _content_length(headers)
         if (scope["method"], scope["path"]) in STREAMED:
             limit = self.settings.max_upload_bytes
             if length > limit + _MULTIPART_OVERHEAD:
                 raise too_large("An upload", limit)
-            return _limited(receive, limit)
+            return _limit_body(receive, limit)
         if length == 0 and "transfer-encoding" not in headers:
             return receive
         limit = (
@@ -68,23 +68,23 @@ class BodyLimitMiddleware:
         )
         if length > limit:
             raise too_large("The body of this request", limit)
-        body = await _read(receive, limit)
+        body = await _read_body(receive, limit)
         if body is None:
             return None
         if body and scope["method"] in ("POST", "PUT", "PATCH"):
             _check_media_type(headers.get("content-type", ""))
             await _check_json(body)
-        return _replay(body, receive)
+        return _replay_body(body, receive)
 
 
-def _length(headers: Headers) -> int:
+def _content_length(headers: Headers) -> int:
     text = headers.get("content-length", "0")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise ApiError(400, "bad_request", "Content-Length is not a number; leave it to your HTTP client.")
     return int(text)
 
 
-async def _read(receive: Receive, limit: int) -> bytes | None:
+async def _read_body(receive: Receive, limit: int) -> bytes | None:
     body = bytearray()
     while True:
         message = await _receive_next(receive)
@@ -109,17 +109,17 @@ async def _receive_next(receive: Receive) -> Message:
 
 def _check_media_type(content_type: str) -> None:
     if not re.fullmatch(r"application/([\w.-]+\+)?json", content_type.partition(";")[0].strip().lower()):
-        given = f"not {printable(content_type, 60)}" if content_type else "which is missing"
-        detail = f"Send JSON with the header `Content-Type: application/json`, {given}: curl --json '…' sets it."
+        actual = f"not {to_printable(content_type, 60)}" if content_type else "which is missing"
+        detail = f"Send JSON with the header `Content-Type: application/json`, {actual}: curl --json '…' sets it."
         raise ApiError(415, "unsupported_media_type", detail)
 
 
 async def _check_json(body: bytes) -> None:
     try:
         if len(body) > _PARSE_IN_THREAD:
-            await asyncio.to_thread(strict_json.parse, body, _MOST_VALUES)
+            await asyncio.to_thread(strict_json.parse_json, body, _MOST_VALUES)
         else:
-            strict_json.parse(body, _MOST_VALUES)
+            strict_json.parse_json(body, _MOST_VALUES)
     except strict_json.BadJson as error:
         raise _invalid_text(error.code, error.message) from None
 
@@ -128,19 +128,19 @@ def _invalid_text(code: str, message: str) -> ApiError:
     return invalid([FieldError(field="", code=code, message=message)])
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
+    async def receive_replayed() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replayed
+    return receive_replayed
 
 
-def _limited(receive: Receive, limit: int) -> Receive:
+def _limit_body(receive: Receive, limit: int) -> Receive:
     total = 0
 
-    async def limited() -> Message:
+    async def receive_limited() -> Message:
         nonlocal total
         message = await _receive_next(receive)
         total += len(message.get("body", b""))
@@ -148,4 +148,4 @@ def _limited(receive: Receive, limit: int) -> Receive:
             raise too_large("An upload", limit)
         return message
 
-    return limited
+    return receive_limited

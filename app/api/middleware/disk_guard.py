@@ -24,14 +24,14 @@ class DiskGuardMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] not in _STORES_NOTHING:
             reserve: DatabaseReserve | None = scope["app"].state.database_reserve
-            shortage = reserve.shortage() if reserve is not None else None
+            shortage = reserve.describe_shortage() if reserve is not None else None
             if shortage is not None and not _NEEDED_WITHOUT_ROOM.fullmatch(scope["path"]):
-                await problem_response(scope, disk_full(_sentence(shortage)))(scope, receive, send)
+                await problem_response(scope, disk_full(_shortage_sentence(shortage)))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-def _sentence(shortage: str) -> str:
+def _shortage_sentence(shortage: str) -> str:
     return (
         f"Nothing was stored, because {shortage}: delete runs or datasets that are no longer needed, or free some "
         "space there, and try again. Runs can still be stopped."

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.authorization import is_public
-from app.api.errors import ApiError, printable, problem_response
+from app.api.errors import ApiError, problem_response, to_printable
 from app.config import Settings
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
@@ -28,17 +28,17 @@ class HostGuardMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Health probes send the address of the container as Host, and /healthz reveals nothing.
         if scope["type"] == "http" and scope["path"] != "/healthz":
-            refused = self._check(scope)
+            refused = self._check_host(scope)
             if refused is not None:
                 await problem_response(scope, refused)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> ApiError | None:
+    def _check_host(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_allowed(_host_name(hosts[0])):
-            shown = printable(hosts[0], 80) if hosts else "(none)"
+            shown = to_printable(hosts[0], 80) if hosts else "(none)"
             return ApiError(
                 400,
                 "host_not_allowed",
@@ -58,8 +58,8 @@ class HostGuardMiddleware:
         return ApiError(
             403,
             "origin_not_allowed",
-            f"Write requests from pages of {printable(origin, 80)} are not allowed; open the page from this server, or "
-            "send an API key from an origin of ANNEAL_ALLOWED_ORIGINS.",
+            f"Write requests from pages of {to_printable(origin, 80)} are not allowed; open the page from this server, "
+            "or send an API key from an origin of ANNEAL_ALLOWED_ORIGINS.",
         )
 
     def _is_allowed(self, name: str) -> bool:
@@ -77,5 +77,5 @@ class HostGuardMiddleware:
 
 def _host_name(host: str) -> str:
     """Return the host without port and trailing dot (`[::1]:80` is `::1`), or an empty string if it is invalid."""
-    found = _HOST.fullmatch(host.lower())
-    return (found["six"] or found["name"].removesuffix(".")) if found else ""
+    match = _HOST.fullmatch(host.lower())
+    return (match["six"] or match["name"].removesuffix(".")) if match else ""

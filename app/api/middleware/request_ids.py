@@ -3,7 +3,7 @@
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.errors import ApiError, _status_error, as_api_error, log, printable, problem_response, request_id
+from app.api.errors import ApiError, _status_error, as_api_error, log, problem_response, request_id, to_printable
 
 
 def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -15,9 +15,9 @@ def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
 def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]) -> Response:
     """Create the problem+json response that replaces such a response, with its other headers."""
     decoded = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-    kept = {name: value for name, value in decoded.items() if not name.lower().startswith("content-l")}
-    kept.pop("content-type", None)
-    return problem_response(scope, _status_error(status, "The request cannot be processed; see /docs.", kept))
+    other_headers = {name: value for name, value in decoded.items() if not name.lower().startswith("content-l")}
+    other_headers.pop("content-type", None)
+    return problem_response(scope, _status_error(status, "The request cannot be processed; see /docs.", other_headers))
 
 
 class RequestIdMiddleware:
@@ -50,7 +50,7 @@ class RequestIdMiddleware:
         except Exception as error:
             answer = as_api_error(error)
             if answer is None:
-                log.exception("%s %s %s failed", id, scope["method"], printable(scope["path"], 200))
+                log.exception("%s %s %s failed", id, scope["method"], to_printable(scope["path"], 200))
                 answer = ApiError(
                     500,
                     "internal",

@@ -51,7 +51,7 @@ class RequestMetricsMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._count(scope, status, time.perf_counter() - started)
+                self._count_request(scope, status, time.perf_counter() - started)
             await send(message)
 
         ids = {"request_id": request_id(scope)}
@@ -63,7 +63,7 @@ class RequestMetricsMiddleware:
             finally:
                 self._log_request(scope, status, time.perf_counter() - started)
 
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+    def _count_request(self, scope: Scope, status: int, seconds: float) -> None:
         method, route = method_label(scope), route_template(scope)
         self.metrics.answered.labels(method, route, str(status)).inc()
         self.metrics.seconds.labels(method, route).observe(seconds)
@@ -90,8 +90,8 @@ def route_template(scope: Scope) -> str:
     route = scope.get("route")
     if route is not None:
         # A route has only its path below its router, without the router's prefix.
-        found = re.search(route.path_regex.pattern.removeprefix("^"), scope["path"])
-        prefix = scope["path"][: found.start()] if found else ""
+        match = re.search(route.path_regex.pattern.removeprefix("^"), scope["path"])
+        prefix = scope["path"][: match.start()] if match else ""
         return f"{prefix}{route.path_format}"
     app = scope.get("app")
     if app is not None and scope["path"] in (app.docs_url, app.openapi_url):
@@ -101,8 +101,8 @@ def route_template(scope: Scope) -> str:
 
 def run_id_of(scope: Scope) -> str | None:
     """Return the run id in the request's path, if there is one."""
-    found = _RUN.search(scope["path"])
-    return found[1] if found else None
+    match = _RUN.search(scope["path"])
+    return match[1] if match else None
 
 
 def method_label(scope: Scope) -> str:

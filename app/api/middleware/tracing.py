@@ -25,7 +25,7 @@ class TracingMiddleware:
 
             async def observed(message: Message) -> None:
                 if message["type"] == "http.response.start" and span is not None:
-                    _finish(span, scope, message["status"])
+                    _finish_span(span, scope, message["status"])
                 await send(message)
 
             try:
@@ -35,7 +35,7 @@ class TracingMiddleware:
                     span.end()
 
 
-def _finish(span: Span, scope: Scope, status: int) -> None:
+def _finish_span(span: Span, scope: Scope, status: int) -> None:
     route = route_template(scope)
     span.update_name(f"{method_label(scope)} {route}")
     span.set_attributes({"http.route": route, "http.response.status_code": status})

@@ -71,7 +71,7 @@ def read_split(library: Path | None = None) -> Split:
     return Split(rows, held_out)
 
 
-def jsonl(rows: Iterable[dict[str, Any]]) -> bytes:
+def encode_jsonl(rows: Iterable[dict[str, Any]]) -> bytes:
     """Encode rows as a JSONL file."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
@@ -89,10 +89,10 @@ def read_definitions(library: Path) -> Iterator[Documented]:
                     tree = ast.parse(text)
             except (SyntaxError, ValueError):
                 continue  # some files of the library are invalid on purpose
-            yield from _documented(tree, module, text.splitlines())
+            yield from _find_documented(tree, module, text.splitlines())
 
 
-def _documented(parent: ast.AST, parent_name: str, lines: list[str]) -> Iterator[Documented]:
+def _find_documented(parent: ast.AST, parent_name: str, lines: list[str]) -> Iterator[Documented]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, Definition):
             name, docstring = f"{parent_name}.{node.name}", ast.get_docstring(node) or ""
@@ -101,15 +101,15 @@ def _documented(parent: ast.AST, parent_name: str, lines: list[str]) -> Iterator
             if is_sentence and len(paragraph) in DOCSTRING_CHARACTERS:
                 first = node.body[0]
                 begin = max(first.lineno - 1, node.lineno)
-                signature = _code(lines[node.lineno - 1 : begin], node)
-                body = _code(lines[first.end_lineno : node.end_lineno], node)
+                signature = _code_of(lines[node.lineno - 1 : begin], node)
+                body = _code_of(lines[first.end_lineno : node.end_lineno], node)
                 if (room := MOST_CODE_CHARACTERS - len(signature) - 1) >= 0:
                     body = body if len(body) <= room else body[: room + 1].rpartition("\n")[0]
                     yield Documented(name, signature, body, paragraph)
-            yield from _documented(node, name, lines)
+            yield from _find_documented(node, name, lines)
 
 
-def _code(lines: list[str], node: Definition) -> str:
+def _code_of(lines: list[str], node: Definition) -> str:
     """Return lines of a definition without its indentation, comments and blank lines."""
     code = (line[node.col_offset :].rstrip() for line in lines if not line.lstrip().startswith("#"))
     return "\n".join(line for line in code if line)

@@ -15,8 +15,8 @@ from typing import Any
 import typer
 
 from app.base_models import tiny_model
-from app.cli.console import say
-from app.cli.demo.docstrings import Documented, Split, jsonl, read_split
+from app.cli.console import print_text
+from app.cli.demo.docstrings import Documented, Split, encode_jsonl, read_split
 from app.cli.runs.watch import show_events
 from app.client.client import Anneal
 from app.client.errors import AnnealError
@@ -80,14 +80,14 @@ def main(hub_model: str | None, keep: bool) -> int:
     try:
         if find_spec("torch") is None:
             raise DemoError("The libraries for training are missing on this machine: `make demo` installs them.")
-        with service(settings, keep) as client:
+        with run_service(settings, keep) as client:
             fine_tune(client, settings, hub_model)
     except (DemoError, AnnealError, SetupError) as error:
         hint = " Without MODEL, the demo makes its own model and needs no network." if hub_model else ""
         typer.secho(f"\nThe demo failed: {error}{hint}\nLogs: {home / 'logs'}", fg="red", err=True)
         return 1
     except KeyboardInterrupt:
-        say("\nInterrupted; the run was stopped.")
+        print_text("\nInterrupted; the run was stopped.")
         return 130
     return 0
 
@@ -96,7 +96,7 @@ def fine_tune(client: Anneal, settings: Settings, hub_model: str | None) -> None
     """Do all acts, from the data to the adapter; raises `DemoError` if one had another result than expected."""
     began = time.monotonic()
     typer.secho("\n1. Build a dataset from this machine's Python library", bold=True)
-    with step("Reading the docstrings of the library:") as notes:
+    with print_step("Reading the docstrings of the library:") as notes:
         rows = read_split()
         if hub_model is not None:  # a trained model needs few rows
             rows = Split(evenly_spaced(rows.training, 2000), evenly_spaced(rows.held_out, 64))
@@ -112,10 +112,10 @@ def fine_tune(client: Anneal, settings: Settings, hub_model: str | None) -> None
         config, measured = HUB_ADAPTER, ["loss_on", "method", "max_seq_length"]
 
     typer.secho("\n3. Fine-tune an adapter that writes docstrings (method qlora), stop it and resume it", bold=True)
-    chats = upload(client, rows, "chat")
+    chats = upload_rows(client, rows, "chat")
     evaluation = {"model": model, "dataset_id": chats["eval_dataset_id"], "config": {it: config[it] for it in measured}}
-    before = follow(client, client.runs.evaluate(evaluation, wait=False)).held_out[-1]
-    say(f"  Held-out loss without an adapter: {before:.3f}")
+    before = follow_run(client, client.runs.evaluate(evaluation, wait=False)).held_out[-1]
+    print_text(f"  Held-out loss without an adapter: {before:.3f}")
     request = {"name": "docstrings", "config": {"base_model": model, **config}, **chats}
     tuned = tune_in_two_parts(client, request, config["max_steps"])
     after = tuned.held_out[-1]
@@ -123,46 +123,46 @@ def fine_tune(client: Anneal, settings: Settings, hub_model: str | None) -> None
     typer.secho("\n4. Compare the model without and with the adapter", bold=True)
     adapter = str(tuned.run.fine_tuned_model)
     show_samples(settings, rows.held_out, base, adapter, offline=hub_model is None)
-    say(
+    print_text(
         f"\n  Loss on the {len(rows.held_out)} held-out docstrings: {before:.3f} before, {after:.3f} after "
         f"({(after - before) / before:+.0%}).\n  Adapter: {adapter}\n  Load it with peft:\n"
     )
-    say("".join(f"    {line}\n" for line in LOADING.format(base=base, adapter=adapter).splitlines()))
+    print_text("".join(f"    {line}\n" for line in LOADING.format(base=base, adapter=adapter).splitlines()))
     if after >= before:
         raise DemoError("the held-out loss did not decrease. This is a bug; please report it with the logs.")
-    say(f"  Total time: {time.monotonic() - began:.0f} s.")
+    print_text(f"  Total time: {time.monotonic() - began:.0f} s.")
 
 
 def train_small_model(client: Anneal, settings: Settings, rows: Split) -> RunRead:
     """Make a model with random weights on this machine, as `anneal models create` does, and train it on code."""
-    with step(f"Making the model {SMALL_MODEL} with random weights"), suppress(FileExistsError):
-        tiny_model.create(settings.models_folder, SMALL_MODEL)
-    texts = upload(client, rows, "text")
-    trained = follow(client, client.runs.create({"name": "from scratch", "config": FROM_SCRATCH, **texts}))
+    with print_step(f"Making the model {SMALL_MODEL} with random weights"), suppress(FileExistsError):
+        tiny_model.create_tiny_model(settings.models_folder, SMALL_MODEL)
+    texts = upload_rows(client, rows, "text")
+    trained = follow_run(client, client.runs.create({"name": "from scratch", "config": FROM_SCRATCH, **texts}))
     first, last = trained.held_out[0], trained.held_out[-1]
     if last >= first:
         raise DemoError(f"run {trained.run.id} did not learn: its held-out loss went from {first} to {last}.")
-    say(f"  Held-out loss: {first:.3f} at the first evaluation, {last:.3f} at the last")
+    print_text(f"  Held-out loss: {first:.3f} at the first evaluation, {last:.3f} at the last")
     return trained.run
 
 
 def tune_in_two_parts(client: Anneal, request: dict[str, Any], last_step: int) -> "Followed":
     """Create a run, stop it at half of its steps, which saves a checkpoint, and resume it from there."""
-    stopped = follow(client, client.runs.create(request), stop_at=last_step // 2).run
-    say(f"  Stopped with a checkpoint at step {stopped.current_step} (POST …/stop)")
-    resumed = follow(client, client.runs.resume(stopped.id))
+    stopped = follow_run(client, client.runs.create(request), stop_at=last_step // 2).run
+    print_text(f"  Stopped with a checkpoint at step {stopped.current_step} (POST …/stop)")
+    resumed = follow_run(client, client.runs.resume(stopped.id))
     if resumed.steps[0] <= stopped.current_step or resumed.steps[-1] != last_step:
         steps = f"steps {resumed.steps[0]} to {resumed.steps[-1]}, and {stopped.id} ended at {stopped.current_step}"
         raise DemoError(f"run {resumed.run.id} did {steps}; expected the next one to {last_step}.")
-    say(f"  Resumed, steps {stopped.current_step + 1} to {last_step} (POST …/resume)")
+    print_text(f"  Resumed, steps {stopped.current_step + 1} to {last_step} (POST …/resume)")
     return resumed
 
 
-def upload(client: Anneal, rows: Split, data_format: str) -> dict[str, str]:
+def upload_rows(client: Anneal, rows: Split, data_format: str) -> dict[str, str]:
     """Upload the training rows and the held-out rows; return the fields of a run that name these datasets."""
-    with step(f"POST /v1/datasets, {data_format}:") as notes:
+    with print_step(f"POST /v1/datasets, {data_format}:") as notes:
         for name, part in zip(("docstrings", "docstrings-held-out"), rows, strict=True):
-            file = jsonl(getattr(row, data_format) for row in part)
+            file = encode_jsonl(getattr(row, data_format) for row in part)
             notes.append(client.datasets.upload(file, name=f"{name}-{data_format}", format=data_format).id)
     return {"dataset_id": notes[0], "eval_dataset_id": notes[1]}
 
@@ -176,7 +176,7 @@ class Followed:
     held_out: list[float] = field(default_factory=list)
 
 
-def follow(client: Anneal, run: RunRead, stop_at: int | None = None) -> Followed:
+def follow_run(client: Anneal, run: RunRead, stop_at: int | None = None) -> Followed:
     """Show a run until it has ended; request it to stop at step `stop_at`. Ctrl-C discards the run."""
     followed = Followed(run)
     expected = "completed" if stop_at is None else "cancelled"
@@ -207,7 +207,7 @@ def show_samples(settings: Settings, held_out: list[Documented], base: str, adap
     samples = evenly_spaced([row for row in held_out if row.name[0] != "_" and len(row.docstring) < 70], 3)
     environment = settings.trainer_environment() | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     program = LOADING.format(base=base, adapter=adapter) + _COMPLETING
-    with step("Loading the adapter with peft and completing held-out code without and with it"):
+    with print_step("Loading the adapter with peft and completing held-out code without and with it"):
         try:
             ended = subprocess.run(
                 [sys.executable, "-P", "-W", "ignore", "-c", program], capture_output=True, text=True, check=False,
@@ -221,13 +221,15 @@ def show_samples(settings: Settings, held_out: list[Documented], base: str, adap
         raise DemoError(f"The adapter in {adapter} does not load with plain peft: {reason}")
     for row, *texts in zip(samples, *json.loads(ended.stdout.splitlines()[-1]), strict=True):
         before, after = (" ".join(text.split())[:160] for text in texts)
-        say(f"\n  {row.name}\n    Python   {row.docstring}\n    before   {before}\n    after    {after}")
+        print_text(f"\n  {row.name}\n    Python   {row.docstring}\n    before   {before}\n    after    {after}")
     if offline:
-        say("\n  So small a model answers with an English sentence instead of more code, not yet with a correct one.")
+        print_text(
+            "\n  So small a model answers with an English sentence instead of more code, not yet with a correct one."
+        )
 
 
 @contextmanager
-def service(settings: Settings, keep: bool) -> Iterator[Anneal]:
+def run_service(settings: Settings, keep: bool) -> Iterator[Anneal]:
     """Connect to an `anneal up` in the home of `settings`, started here unless one runs; stop it unless it is kept."""
     log, child = make_private_folder(settings.home / "logs") / "up.log", None
     if not home_lock.is_held(settings.home):  # not left running by `--keep`
@@ -236,8 +238,10 @@ def service(settings: Settings, keep: bool) -> Iterator[Anneal]:
             environment=settings.child_environment() | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
     try:
-        with step("Starting PostgreSQL, Valkey, API and worker:" if child else "Using the running service:") as notes:
-            client = connect(settings, child, log)
+        with print_step(
+            "Starting PostgreSQL, Valkey, API and worker:" if child else "Using the running service:"
+        ) as notes:
+            client = connect_client(settings, child, log)
             notes.append(f"ready at {client.url}")
         with client:
             yield client
@@ -245,20 +249,20 @@ def service(settings: Settings, keep: bool) -> Iterator[Anneal]:
         if child is not None and not keep:
             stop_child(child, _SECONDS_TO_STOP)
         elif home_lock.is_held(settings.home):
-            say(
+            print_text(
                 f"\n  The service is still running; its URL and key are in {settings.connection_file}.\n"
                 f"  To stop it: ANNEAL_HOME={settings.home} anneal down"
             )
 
 
-def connect(settings: Settings, child: "subprocess.Popen[bytes] | None", log: Path) -> Anneal:
+def connect_client(settings: Settings, child: "subprocess.Popen[bytes] | None", log: Path) -> Anneal:
     """Wait until API and worker are ready, and return a client."""
     deadline = time.monotonic() + _SECONDS_TO_START
     while time.monotonic() < deadline and (child is None or child.poll() is None):
         local = read_json(settings.connection_file) or {}
         pids = local.get("pids") or {}
         # The file of a service that was killed names another process, and its key must not be sent anywhere.
-        if local.get("api_key") and pids.get("up") == home_lock.holder(settings.home):
+        if local.get("api_key") and pids.get("up") == home_lock.holder_pid(settings.home):
             client = Anneal(local["url"], local["api_key"], patience=_SECONDS_UNREACHABLE)
             client.service.ready()
             # A worker that was killed counts as online for a while.
@@ -270,13 +274,13 @@ def connect(settings: Settings, child: "subprocess.Popen[bytes] | None", log: Pa
 
 
 @contextmanager
-def step(text: str) -> Iterator[list[str]]:
+def print_step(text: str) -> Iterator[list[str]]:
     """Print what begins, and when it is done the items of the yielded list and the duration."""
     notes: list[str] = []
     began = time.monotonic()
     typer.echo(f"  {text} ", nl=False)
     yield notes
-    say(" ".join([*notes, f"({time.monotonic() - began:.1f} s)"]))
+    print_text(" ".join([*notes, f"({time.monotonic() - began:.1f} s)"]))
 
 
 def evenly_spaced(rows: list[Documented], most: int) -> list[Documented]:

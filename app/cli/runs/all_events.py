@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, connected, json_line, say
+from app.cli.console import AsJson, json_line, open_client, print_text
 from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
@@ -41,16 +41,16 @@ def events(
         )
     start = after if follow else after or 0
     names: dict[str, str] = {}
-    with connected() as client:
+    with open_client() as client:
         for event in client.runs.all_events(after=start, types=types, follow=follow):
             if as_json:
                 json_line(event)
             else:
-                say(_line(event, _name(client, event.run_id, names)))
+                print_text(_event_line(event, _run_name(client, event.run_id, names)))
                 sys.stdout.flush()
 
 
-def _name(client: "Anneal", run_id: str, names: dict[str, str]) -> str:
+def _run_name(client: "Anneal", run_id: str, names: dict[str, str]) -> str:
     """Return the name of a run, which is asked for once; empty for one that was deleted."""
     from app.client.errors import AnnealError
 
@@ -64,12 +64,12 @@ def _name(client: "Anneal", run_id: str, names: dict[str, str]) -> str:
     return names.get(run_id, "")
 
 
-def _line(event: "Event", name: str) -> str:
+def _event_line(event: "Event", name: str) -> str:
     when = f"{event.ts.astimezone():%Y-%m-%d %H:%M:%S}" if event.ts else ""
-    return f"{when:19}  {event.run_id:30}  {f'{name}: ' if name else ''}{_text(event)}"
+    return f"{when:19}  {event.run_id:30}  {f'{name}: ' if name else ''}{_event_text(event)}"
 
 
-def _text(event: "Event") -> str:
+def _event_text(event: "Event") -> str:
     from app.contracts.events import EndEvent, ProgressEvent, StatusEvent
 
     if isinstance(event, StatusEvent):

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from app.cli.console import AsJson, confirm, connected, deleted, document, fail, note, say
+from app.cli.console import (
+    AsJson,
+    confirm_or_exit,
+    fail,
+    open_client,
+    print_json,
+    print_note,
+    print_text,
+    report_deleted,
+)
 from app.cli.names import OfDataset, OfExperiment, SomeRunIds
 from app.cli.runs.state_text import status_of, status_text
 from app.contracts.run_status import LIVE, TERMINAL
@@ -53,11 +62,11 @@ def stop(
     """
     if no_save and mode not in ("checkpoint", "discard"):
         raise typer.BadParameter(f"--no-save contradicts --mode {mode}; use only one of them.")
-    filters = _filters(experiment, status, tag, base_model, method, dataset, search)
-    with connected() as client:
-        chosen = _chosen(client, run_ids, filters, ("pending", *LIVE))
+    filters = _build_filters(experiment, status, tag, base_model, method, dataset, search)
+    with open_client() as client:
+        chosen = _chosen_ids(client, run_ids, filters, ("pending", *LIVE))
         if run_ids is None and chosen and not yes:
-            confirm(f"{_counted(chosen)} will be stopped.", "Nothing is stopped.")
+            confirm_or_exit(f"{_count_text(chosen)} will be stopped.", "Nothing is stopped.")
         how: Any = "discard" if no_save else mode
         if run_ids is not None and len(chosen) == 1:
             _stop_one(client, chosen[0], how, deadline, wait, as_json)
@@ -67,7 +76,7 @@ def stop(
         for run_id in stopping if wait else ():
             for _ in client.runs.events(run_id, types="end"):
                 pass
-        _report(changes, "has stopped" if wait else "was asked to stop", as_json)
+        _report_changes(changes, "has stopped" if wait else "was asked to stop", as_json)
 
 
 def _stop_one(client: "Anneal", run_id: str, mode: Any, deadline: float | None, wait: bool, as_json: bool) -> None:
@@ -81,9 +90,9 @@ def _stop_one(client: "Anneal", run_id: str, mode: Any, deadline: float | None, 
             raise
         ended = client.runs.get(run_id)
         if as_json:
-            document(ended)
+            print_json(ended)
         else:
-            say(f"{run_id} is {status_text(ended.status)} already, at step {ended.current_step}.")
+            print_text(f"{run_id} is {status_text(ended.status)} already, at step {ended.current_step}.")
         return
     run: RunRead = stopping
     if wait:
@@ -91,11 +100,11 @@ def _stop_one(client: "Anneal", run_id: str, mode: Any, deadline: float | None, 
             pass
         run = client.runs.get(run_id)
     if as_json:
-        document(run)
+        print_json(run)
     elif run.finished_at is None:
-        say(f"{run_id} was asked to stop; it is {status_text(run.status)}. {stopping.stop.message}")
+        print_text(f"{run_id} was asked to stop; it is {status_text(run.status)}. {stopping.stop.message}")
     else:
-        say(f"{run_id} is {status_text(run.status)} at step {run.current_step}.")
+        print_text(f"{run_id} is {status_text(run.status)} at step {run.current_step}.")
 
 
 def delete(
@@ -114,16 +123,16 @@ def delete(
 
     Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    filters = _filters(experiment, status, tag, base_model, method, dataset, search)
-    with connected() as client:
-        chosen = _chosen(client, run_ids, filters, TERMINAL)
+    filters = _build_filters(experiment, status, tag, base_model, method, dataset, search)
+    with open_client() as client:
+        chosen = _chosen_ids(client, run_ids, filters, TERMINAL)
         if run_ids is not None and len(chosen) == 1:
             client.runs.delete(chosen[0])
-            deleted(chosen[0], as_json)
+            report_deleted(chosen[0], as_json)
             return
         if run_ids is None and chosen and not yes:
-            confirm(f"{_counted(chosen)} will be deleted with events, checkpoints and models.")
-        _report(client.runs.delete_many(chosen) if chosen else None, "is deleted", as_json)
+            confirm_or_exit(f"{_count_text(chosen)} will be deleted with events, checkpoints and models.")
+        _report_changes(client.runs.delete_many(chosen) if chosen else None, "is deleted", as_json)
 
 
 def tag(
@@ -145,14 +154,14 @@ def tag(
     """
     if not add and not remove:
         raise typer.BadParameter("Name a tag with --add or --remove.")
-    with connected() as client:
-        filters = _filters(experiment, status, tag, base_model, method, dataset, search)
-        chosen = _chosen(client, run_ids, filters, None)
+    with open_client() as client:
+        filters = _build_filters(experiment, status, tag, base_model, method, dataset, search)
+        chosen = _chosen_ids(client, run_ids, filters, None)
         changes = client.runs.tag_many(chosen, add=add or (), remove=remove or ()) if chosen else None
-        _report(changes, "has other tags now", as_json)
+        _report_changes(changes, "has other tags now", as_json)
 
 
-def _filters(
+def _build_filters(
     experiment: str | None,
     status: Sequence[str] | None,
     tag: str | None,
@@ -168,7 +177,7 @@ def _filters(
     return {name: value for name, value in filters.items() if value}
 
 
-def _chosen(
+def _chosen_ids(
     client: "Anneal", run_ids: Sequence[str] | None, filters: dict[str, Any], statuses: Sequence[str] | None
 ) -> list[str]:
     """Return the ids of the runs that are named, or of all with one of the statuses that the filters select."""
@@ -183,20 +192,20 @@ def _chosen(
     return [run.id for run in client.runs.list(**filters)]
 
 
-def _counted(ids: Sequence[str]) -> str:
+def _count_text(ids: Sequence[str]) -> str:
     return f"{len(ids)} run{'' if len(ids) == 1 else 's'}"
 
 
-def _report(changes: "RunChanges | None", changed: str, as_json: bool) -> None:
+def _report_changes(changes: "RunChanges | None", changed: str, as_json: bool) -> None:
     """Print what became of each run; exit with code 1 if one was refused."""
     runs = changes.runs if changes is not None else []
     if as_json:
-        document({"runs": [run.model_dump(mode="json") for run in runs]})
+        print_json({"runs": [run.model_dump(mode="json") for run in runs]})
     elif not runs:
-        note("No run is selected.")
+        print_note("No run is selected.")
     for run in runs:
         if not as_json and run.outcome != "refused":
-            say(f"{run.id} {changed}." if run.outcome == "changed" else run.detail or f"{run.id} is so already.")
+            print_text(f"{run.id} {changed}." if run.outcome == "changed" else run.detail or f"{run.id} is so already.")
     refused = [run for run in runs if run.outcome == "refused"]
     if refused and as_json:
         raise typer.Exit(1)

@@ -11,16 +11,16 @@ from app.cli.console import (
     AsJson,
     Limit,
     command_group,
-    connected,
-    details,
-    document,
-    listing,
-    note,
+    format_size,
+    open_client,
     option_hint,
-    page,
-    say,
-    size,
-    transfer,
+    print_details,
+    print_json,
+    print_listing,
+    print_note,
+    print_text,
+    show_transfer,
+    split_page,
     value_text,
 )
 from app.cli.names import OfDataset, OfExperiment, ParentId, RunId, id_within
@@ -79,28 +79,28 @@ def list_runs(
     Example: `anneal runs list --status running --status pending --limit 10`
     """
     statuses = [status_of(word) for word in status or ()]
-    with connected() as client:
+    with open_client() as client:
         runs = client.runs.list(
             experiment_id=experiment, status=statuses or None, tag=tag, parent_run_id=parent,
             base_model=base_model, method=method, task=task, dataset_id=dataset, search=search, sort=sort, order=order,
             full=full, limit=limit + 1, after=after,
         )  # fmt: skip
-        found, has_more = page(runs, limit)
-        title, shown = _measure(sort)
+        shown_runs, has_more = split_page(runs, limit)
+        title, shown = _measure_column(sort)
         rows = [
-            (it.id, status_text(it.status), _steps(it), shown(it), it.name, eta_text(it.prediction) or None,
+            (it.id, status_text(it.status), _steps_text(it), shown(it), it.name, eta_text(it.prediction) or None,
              it.created_at)
-            for it in found
+            for it in shown_runs
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "status", "step", title, "name", "eta", "created"), rows)
+        print_listing(shown_runs, has_more, as_json, ("id", "status", "step", title, "name", "eta", "created"), rows)
 
 
-def _steps(run: "RunSummary") -> str | None:
+def _steps_text(run: "RunSummary") -> str | None:
     """Format the progress of a training; evaluations and exports have no steps."""
     return f"{run.current_step}/{run.total_steps or '?'}" if run.task == RunTask.train else None
 
 
-def _measure(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary], Any]]":
+def _measure_column(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary], Any]]":
     """Return title and value of the column with the measure of each run: that by which they are ordered, if any."""
     if sort == "best":
         return "best of its method", _best_of_method
@@ -126,10 +126,10 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
 
     Example: `anneal runs show run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    with connected() as client:
+    with open_client() as client:
         run = client.runs.get(run_id)
         if as_json:
-            document(run)
+            print_json(run)
             return
         from app.cli.runs.run_facts import fact_lines, remark_lines
         from app.contracts.training_config.fields import TrainingConfig
@@ -137,10 +137,10 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         config = _in_force(run)
         usual = {"base_model": None} | TrainingConfig(base_model="any").model_dump(mode="json", exclude={"base_model"})
         last = run.metrics_history[-1] if run.metrics_history else None
-        details(
+        print_details(
             {
                 "id": run.id, "name": run.name, "task": run.task if run.task != RunTask.train else None,
-                "status": status_text(run.status), "eta": _outlook(run),
+                "status": status_text(run.status), "eta": _outlook_text(run),
                 "waits because": run.pending_reason.message if run.pending_reason else None, "error": run.error_code,
                 "message": run.error_message, "step": f"{run.current_step}/{run.total_steps or '?'}",
                 "loss": last.loss if last else None, "best loss": run.best_loss,
@@ -149,7 +149,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "resume": _resume_fidelity(run),
                 "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
                 "estimated memory": _estimated_memory(run), "measured memory": _measured_memory(run),
-                **fact_lines(run), **remark_lines(run), "needs": _needs(run), "experiment": run.experiment_id,
+                **fact_lines(run), **remark_lines(run), "needs": _needs_text(run), "experiment": run.experiment_id,
                 "tags": run.tags, "pinned": run.pinned or None,
                 "dataset": run.dataset_id, "eval dataset": run.eval_dataset_id,
                 **{f"eval dataset {name}": id for name, id in run.extra_eval_datasets.items()}, "worker": run.worker_id,
@@ -176,7 +176,7 @@ def _resume_fidelity(run: "RunRead") -> str | None:
     return resume_fidelity(run.facts) if run.facts and is_resumed and run.task == RunTask.train else None
 
 
-def _needs(run: "RunRead") -> str | None:
+def _needs_text(run: "RunRead") -> str | None:
     """Format the requirements on a device."""
     needs = run.requirements
     kind = needs.kind or ("cuda, cpu without one" if needs.prefers_gpu else None)
@@ -223,7 +223,7 @@ def _measured_memory(run: "RunRead") -> str | None:
     return f"{run.measured.peak_memory_mb:,.0f} MiB at the peak{context}"
 
 
-def _outlook(run: "RunRead") -> str | None:
+def _outlook_text(run: "RunRead") -> str | None:
     """Format the prediction with its confidence and basis; `waits because` replaces one without a time."""
     prediction = run.prediction
     if prediction is None or (run.pending_reason is not None and not eta_text(prediction)):
@@ -247,23 +247,23 @@ def edit(
 
     Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep --priority 10`
     """
-    with connected() as client:
+    with open_client() as client:
         changed = client.runs.update(run_id, name=name, tags=tags, priority=priority)
         if as_json:
-            document(changed)
-    note(f"{run_id} is changed.")
+            print_json(changed)
+    print_note(f"{run_id} is changed.")
 
 
-def _pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> None:
-    with connected() as client:
+def _set_pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> None:
+    with open_client() as client:
         if checkpoint is None:
             changed: Any = client.runs.update(run_id, pinned=pinned)
         else:
             checkpoint = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
             changed = client.runs.update_checkpoint(run_id, checkpoint, pinned=pinned)
         if as_json:
-            document(changed)
-    note(f"{checkpoint or run_id} is {'pinned' if pinned else 'no longer pinned'}.")
+            print_json(changed)
+    print_note(f"{checkpoint or run_id} is {'pinned' if pinned else 'no longer pinned'}.")
 
 
 @commands.command()
@@ -272,7 +272,7 @@ def pin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = False)
 
     Example: `anneal runs pin run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    _pin(run_id, checkpoint, True, as_json)
+    _set_pin(run_id, checkpoint, True, as_json)
 
 
 @commands.command()
@@ -281,7 +281,7 @@ def unpin(run_id: RunId, checkpoint: OfCheckpoint = None, as_json: AsJson = Fals
 
     Example: `anneal runs unpin run_01k3x9m6q2v8s4t0w7y5z1a3b6 --checkpoint ckpt_01k3x9m6q2v8s4t0w7y5z1a3b8`
     """
-    _pin(run_id, checkpoint, False, as_json)
+    _set_pin(run_id, checkpoint, False, as_json)
 
 
 @commands.command()
@@ -295,7 +295,7 @@ def watch(run_id: RunId, as_json: AsJson = False) -> None:
     """
     from app.cli.runs.watch import watch_run
 
-    with connected() as client:
+    with open_client() as client:
         raise typer.Exit(watch_run(client, client.runs.get(run_id), as_json))
 
 
@@ -324,8 +324,8 @@ def resume(
     """
     from app.cli.runs import run_file
 
-    with connected() as client:
-        changes = run_file.change({}, sets or [])
+    with open_client() as client:
+        changes = run_file.set_values({}, sets or [])
         config, resources = changes.pop("config", {}), changes.pop("resources", None)
         if changes:
             name = next(iter(changes))
@@ -354,14 +354,16 @@ def checkpoints(run_id: RunId, limit: Limit = 50, after: After = None, as_json: 
 
     Example: `anneal runs checkpoints run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    with connected() as client:
-        found, has_more = page(client.runs.checkpoints(run_id, limit=limit + 1, after=after), limit)
+    with open_client() as client:
+        checkpoints_page, has_more = split_page(client.runs.checkpoints(run_id, limit=limit + 1, after=after), limit)
         rows = [
-            (it.id, it.step, f"{it.kind}{', pinned' if it.pinned else ''}", it.metrics.get("loss"), _evaluated(it),
-             size(it.bytes), it.created_at)
-            for it in found
+            (it.id, it.step, f"{it.kind}{', pinned' if it.pinned else ''}", it.metrics.get("loss"),
+             _evaluation_text(it), format_size(it.bytes), it.created_at)
+            for it in checkpoints_page
         ]  # fmt: skip
-        listing(found, has_more, as_json, ("id", "step", "kind", "loss", "evaluation", "size", "created"), rows)
+        print_listing(
+            checkpoints_page, has_more, as_json, ("id", "step", "kind", "loss", "evaluation", "size", "created"), rows
+        )
 
 
 @commands.command()
@@ -388,13 +390,13 @@ def export(
 
     Example: `anneal runs export run_01k3x9m6q2v8s4t0w7y5z1a3b6 --output merged --watch`
     """
-    with connected() as client:
+    with open_client() as client:
         chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
-        made = client.runs.export_checkpoint(run_id, chosen, output=output, gguf=gguf, name=name)
-        print_or_watch(client, made, watch, as_json)
+        export_run = client.runs.export_checkpoint(run_id, chosen, output=output, gguf=gguf, name=name)
+        print_or_watch(client, export_run, watch, as_json)
 
 
-def _evaluated(checkpoint: "CheckpointRead") -> str | None:
+def _evaluation_text(checkpoint: "CheckpointRead") -> str | None:
     """Format the evaluation of exactly these weights; marks the best checkpoint of the run."""
     measured = (name for name in ("eval_loss", "eval_reward") if checkpoint.metrics.get(name) is not None)
     name = next(measured, None)
@@ -428,17 +430,17 @@ def download(
     """
     if checkpoint is not None and (paths or attempt is not None):
         raise typer.BadParameter("A checkpoint is downloaded whole: leave out --path and --attempt.")
-    with connected() as client:
+    with open_client() as client:
         if checkpoint is not None:
             chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
             file = client.runs.download_checkpoint(run_id, chosen, output)
             if as_json:
-                document({"file": str(file)})
+                print_json({"file": str(file)})
             else:
-                say(file)
+                print_text(file)
             return
         total = sum(artifact.bytes for artifact in client.runs.artifacts(run_id, attempt=attempt))
-        with transfer(run_id, total) as update:
+        with show_transfer(run_id, total) as update:
             received: dict[str, int] = {}
 
             def on_progress(path: str, done: int, _: int) -> None:
@@ -450,9 +452,9 @@ def download(
             )
         if as_json:
             files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-            document({"folder": str(folder), "files": files})
+            print_json({"folder": str(folder), "files": files})
         else:
-            say(folder)
+            print_text(folder)
 
 
 commands.command()(logs)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import AsJson, connected, details, document, note, phases
+from app.cli.console import AsJson, open_client, print_details, print_json, print_note, show_phases
 from app.cli.names import complete_dataset, id_of_run, id_within, run_or_other
 from app.cli.runs.run_request import dataset_of
 from app.cli.runs.state_text import status_text
@@ -60,10 +60,10 @@ def evaluate(
     from app.cli.runs import run_file
     from app.cli.runs.watch import continue_on_interrupt, exit_code
 
-    with connected() as client:
+    with open_client() as client:
         if checkpoint is not None:
             model = id_within("checkpoint", checkpoint, client.runs.checkpoints(id_of_run(model)))
-        config = run_file.change({}, [one.removeprefix("config.") for one in sets or []])
+        config = run_file.set_values({}, [one.removeprefix("config.") for one in sets or []])
         body: dict[str, Any] = {
             "model": model,
             "dataset_id": dataset_of(client, dataset, Path()),
@@ -73,32 +73,32 @@ def evaluate(
         }
         run = client.runs.evaluate(body, wait=False)
         if no_wait:
-            return document(run) if as_json else typer.echo(run.id)
+            return print_json(run) if as_json else typer.echo(run.id)
         if not as_json:
-            note(f"{run.name} is {status_text(run.status)}: {run.id}")
+            print_note(f"{run.name} is {status_text(run.status)}: {run.id}")
         with continue_on_interrupt(run.id):
-            _follow(client, run, is_quiet=as_json)
+            _follow_evaluation(client, run, is_quiet=as_json)
         run = client.runs.get(run.id)
     if as_json:
-        document(run)
+        print_json(run)
     elif run.evaluation is not None:
-        details(run.evaluation)
+        print_details(run.evaluation)
     else:
-        note(f"{run.id} is {status_text(run.status)}: {run.error_message or 'it was stopped before it was done'}")
+        print_note(f"{run.id} is {status_text(run.status)}: {run.error_message or 'it was stopped before it was done'}")
     raise typer.Exit(exit_code(run.status))
 
 
-def _follow(client: "Anneal", run: "RunRead", *, is_quiet: bool) -> None:
+def _follow_evaluation(client: "Anneal", run: "RunRead", *, is_quiet: bool) -> None:
     """Wait for the end of an evaluation; what it does meanwhile is shown on standard error."""
     from app.contracts.events import PendingEvent, ProgressEvent, SkippedRowsEvent
 
-    with phases() as show_phase:
+    with show_phases() as show_phase:
         for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):
             if is_quiet:
                 continue
             if isinstance(event, ProgressEvent):
                 show_phase(event.phase, event.done, event.total)
             elif isinstance(event, PendingEvent):
-                note(f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}")
+                print_note(f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}")
             elif isinstance(event, SkippedRowsEvent):
-                note(f"warning: {event.reason}")
+                print_note(f"warning: {event.reason}")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from app.cli.console import AsJson, connected, json_line, say
+from app.cli.console import AsJson, json_line, open_client, print_text
 from app.cli.names import RunId
 
 
@@ -32,15 +32,15 @@ def logs(
     if attempt is not None and not is_complete:
         raise typer.BadParameter("--attempt selects lines of the complete log; add --all.")
     if is_complete:
-        with connected() as client:
+        with open_client() as client:
             for line in client.runs.complete_log(run_id, attempt=attempt, grep=grep):
-                say(line)
+                print_text(line)
         return
-    with connected() as client, continue_on_interrupt(run_id):
+    with open_client() as client, continue_on_interrupt(run_id):
         for event in client.runs.logs(run_id, tail=tail, grep=grep, follow=follow):
             if as_json:
                 json_line(event)
             elif event.type == "log":
-                say(getattr(event, "line", ""))
+                print_text(getattr(event, "line", ""))
         if follow:
             raise typer.Exit(exit_code(client.runs.get(run_id).status))

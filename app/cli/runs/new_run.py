@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.cli.console import AsJson, connected, document, fail, note, plain_errors, say
+from app.cli.console import AsJson, fail, open_client, plain_errors, print_json, print_note, print_text
 from app.cli.runs.run_request import Dataset, File, Full, Lora, Method, Model, Qlora, RunOptions, Set
 from app.cli.runs.state_text import status_text
 
@@ -37,9 +37,9 @@ def create(
 
     Example: `anneal runs create -m Qwen/Qwen3-0.6B -d chats.jsonl --lora --watch`, or `anneal runs create -f run.yaml`
     """
-    options = RunOptions.of(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
-    with connected() as client:
-        body = options.body(client)
+    options = RunOptions.from_parameters(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
+    with open_client() as client:
+        body = options.build_body(client)
         if name is not None:
             body["name"] = name
         print_or_watch(client, client.runs.create(body), watch, as_json)
@@ -54,15 +54,15 @@ def print_or_watch(client: "Anneal", run: "RunRead", watch: bool, as_json: bool)
 
         raise typer.Exit(watch_run(client, run, as_json))
     if as_json:
-        document(run)
+        print_json(run)
         return
-    note(f"{run.name} is {status_text(run.status)}. Watch it with `anneal runs watch {run.id}`.")
-    say(run.id)
+    print_note(f"{run.name} is {status_text(run.status)}. Watch it with `anneal runs watch {run.id}`.")
+    print_text(run.id)
 
 
 def _note_warnings(checked: "RunCheck | RunRead") -> None:
     for warning in checked.warnings:
-        note(f"  {warning.field}: {warning.message}")
+        print_note(f"  {warning.field}: {warning.message}")
 
 
 def validate(
@@ -80,16 +80,16 @@ def validate(
 
     Example: `anneal runs validate -f run.yaml`
     """
-    options = RunOptions.of(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
-    with connected() as client:
-        check = client.runs.validate(options.body(client))
+    options = RunOptions.from_parameters(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
+    with open_client() as client:
+        check = client.runs.validate(options.build_body(client))
         if as_json:
-            document(check)
+            print_json(check)
             raise typer.Exit(0 if check.valid else 1)
         _note_warnings(check)
         if not check.valid:
             fail("This run would be refused.", *(f"  {item.field}: {item.message}" for item in check.errors))
-        say("This run can be created.")
+        print_text("This run can be created.")
 
 
 def estimate(
@@ -126,20 +126,20 @@ def estimate(
 
     if mean_tokens is not None and rows is None:
         raise typer.BadParameter("--mean-tokens describes a dataset that is not uploaded yet: use it with --rows.")
-    options = RunOptions.of(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
-    with connected() as client:
-        body = options.body(client, has_dataset=rows is None)
+    options = RunOptions.from_parameters(file, model, dataset, method, sets, qlora=qlora, lora=lora, full=full)
+    with open_client() as client:
+        body = options.build_body(client, has_dataset=rows is None)
         if rows is not None:
             body["dataset_size"] = {"rows": rows, "mean_tokens": mean_tokens}
         if device is not None:
             body["device"] = device
         estimated = client.runs.estimate(body, probe=probe, wait=as_json)
         if as_json:
-            document(estimated)
+            print_json(estimated)
         else:
-            estimating.show(estimated)
+            estimating.print_estimate(estimated)
         if estimated.probe_run_id is not None:
-            raise typer.Exit(estimating.probed(client, estimated, as_json))
+            raise typer.Exit(estimating.follow_probe(client, estimated, as_json))
 
 
 def init(
@@ -159,7 +159,7 @@ def init(
     from app.cli.runs import run_template
 
     with plain_errors():
-        options = RunOptions.of(None, model, dataset, method, None, qlora=qlora, lora=lora, full=full)
+        options = RunOptions.from_parameters(None, model, dataset, method, None, qlora=qlora, lora=lora, full=full)
         text = run_template.text_of(model, dataset, options.chosen_method)
         try:
             with file.open("x", encoding="utf-8") as written:
@@ -167,6 +167,6 @@ def init(
         except FileExistsError:
             fail(f"{file} exists and is not replaced: name another file.", code="file_exists")
     if as_json:
-        document({"file": str(file.absolute())})
+        print_json({"file": str(file.absolute())})
         return
-    note(f"{file} is written. Change it, then run `anneal runs create -f {file} --watch`.")
+    print_note(f"{file} is written. Change it, then run `anneal runs create -f {file} --watch`.")

@@ -4,7 +4,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING
 
-from app.cli.console import AsJson, connected, details, document, say, table, value_text
+from app.cli.console import AsJson, open_client, print_details, print_json, print_table, print_text, value_text
 from app.cli.names import RunId
 from app.cli.runs.state_text import status_text
 
@@ -19,39 +19,41 @@ def why(run_id: RunId, as_json: AsJson = False) -> None:
 
     Example: `anneal runs why run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
-    with connected() as client:
-        found = client.runs.postmortem(run_id)
+    with open_client() as client:
+        postmortem = client.runs.postmortem(run_id)
     if as_json:
-        document(found)
+        print_json(postmortem)
         return
-    peaks = ", ".join(f"{name.removesuffix('_mb')} {value:,} MB" for name, value in found.peaks.items())
-    details(
+    peaks = ", ".join(f"{name.removesuffix('_mb')} {value:,} MB" for name, value in postmortem.peaks.items())
+    print_details(
         {
-            "status": status_text(found.status), "error": found.code, "probable cause": found.probable_cause,
-            "advice": found.advice, "attempt": found.attempt, "phase": found.phase, "step": found.step,
-            "exit code": found.exit_code, "exit signal": found.exit_signal, "peak memory": peaks or None,
+            "status": status_text(postmortem.status), "error": postmortem.code,
+            "probable cause": postmortem.probable_cause, "advice": postmortem.advice, "attempt": postmortem.attempt,
+            "phase": postmortem.phase, "step": postmortem.step,
+            "exit code": postmortem.exit_code, "exit signal": postmortem.exit_signal, "peak memory": peaks or None,
         }
     )  # fmt: skip
-    if len(found.attempts) > 1:
+    if len(postmortem.attempts) > 1:
         rows = [
-            (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason")) for one in found.attempts
+            (one.attempt, one.outcome, one.phase, one.step, (one.repair or {}).get("reason"))
+            for one in postmortem.attempts
         ]
-        table(
+        print_table(
             ["ATTEMPT", "OUTCOME", "PHASE", "STEP", "REPAIRED"],
             [[value_text(value) for value in row] for row in rows],
         )
-    if found.last_lines:
-        say("\n  ".join(["Last log lines:", *found.last_lines[-_LINES_SHOWN:]]))
-    if found.correction:
-        request = found.correction.request
+    if postmortem.last_lines:
+        print_text("\n  ".join(["Last log lines:", *postmortem.last_lines[-_LINES_SHOWN:]]))
+    if postmortem.correction:
+        request = postmortem.correction.request
         body = json.dumps(request.body, ensure_ascii=False)
-        say(
+        print_text(
             f"This request may help: {request.method} {request.path} with\n  {body}\n"
-            f"As a command:\n{typed(run_id, request)}"
+            f"As a command:\n{shell_command(run_id, request)}"
         )
 
 
-def typed(run_id: str, request: "CorrectedRequest") -> str:
+def shell_command(run_id: str, request: "CorrectedRequest") -> str:
     """Return the shell command that sends the corrected request."""
     if request.path.endswith("/resume"):
         changes = request.body["config"].items()

@@ -15,8 +15,8 @@ def fact_lines(run: "RunRead") -> dict[str, str | None]:
     plan, compile_seconds = facts.get("step_plan"), facts.get("compile_seconds")
     return {
         "device": facts.get("device_name"),
-        "kernels": _kernels(facts),
-        "precision": _precision(run.effective_config or {}),
+        "kernels": _kernels_text(facts),
+        "precision": _precision_text(run.effective_config or {}),
         "planned step": None if plan is None else _planned_step(plan),
         "compilation": None if compile_seconds is None else f"{compile_seconds:.3g} s before the first step",
     }
@@ -31,14 +31,14 @@ def remark_lines(run: "RunRead") -> dict[str, str]:
     return replaced | {f"warning {warning.field}": warning.message for warning in run.warnings}
 
 
-def _kernels(facts: Mapping[str, Any]) -> str | None:
+def _kernels_text(facts: Mapping[str, Any]) -> str | None:
     used = facts.get("kernels") or {}
     attention = used.get("attention") or facts.get("attention")
     parts = {"attention": attention, **{part: used.get(key) for key, part in _KERNEL_PARTS.items()}}
     return ", ".join(f"{part} {kernel}" for part, kernel in parts.items() if kernel) or None
 
 
-def _precision(effective: Mapping[str, Any]) -> str | None:
+def _precision_text(effective: Mapping[str, Any]) -> str | None:
     """Format the data types of computation and weights; None for a trainer that loads no model."""
     computation = effective.get("dtype")
     if computation is None:
@@ -59,7 +59,8 @@ def _planned_step(plan: Mapping[str, Any]) -> str:
     usable = f"{plan['usable_bytes'] / 2**30:.1f} GiB"
     needed, seconds = plan["needed_bytes"], plan["step_seconds"]
     parts = (
-        f"{_counted(plan['batch_size'], 'row')} × {_counted(plan['gradient_accumulation_steps'], 'micro-batch', 'es')}",
+        f"{_count_text(plan['batch_size'], 'row')} × "
+        f"{_count_text(plan['gradient_accumulation_steps'], 'micro-batch', 'es')}",
         f"{plan['recomputed_layers']} of {plan['layers']} layers recomputed",
         f"measured peak above {usable}" if needed is None else f"measured peak {needed / 2**30:.1f} of {usable}",
         None if seconds is None else f"{seconds:.3g} s",
@@ -68,5 +69,5 @@ def _planned_step(plan: Mapping[str, Any]) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _counted(number: int, noun: str, plural: str = "s") -> str:
+def _count_text(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"

@@ -11,22 +11,22 @@ import typer
 import yaml
 
 from app.cli.console import RunFileError
-from app.infra.strict_json import parse
+from app.infra.strict_json import parse_json
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_body(path: Path) -> dict[str, Any]:
     """Read the object in a file; `-` is standard input."""
     raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
     try:
-        value = parse(raw) if path.suffix == ".json" else _from_yaml(raw.decode())
+        value = parse_json(raw) if path.suffix == ".json" else _from_yaml(raw.decode())
     except (yaml.YAMLError, ValueError) as error:
-        raise RunFileError(f"{path} cannot be read: {_reason(error)}.") from None
+        raise RunFileError(f"{path} cannot be read: {_error_reason(error)}.") from None
     if not isinstance(value, dict):
         raise RunFileError(f"{path} cannot be used: it is not a mapping. Write `dataset_id: …` and `config: …`.")
     return value
 
 
-def change(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+def set_values(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """Set values in `body` from settings such as `config.learning_rate=1e-4`; values are parsed as YAML."""
     for setting in settings:
         path, equals, text = setting.partition("=")
@@ -39,8 +39,8 @@ def change(body: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
             value = _from_yaml(text)
         except (yaml.YAMLError, ValueError) as error:
             raise typer.BadParameter(
-                f"--set {setting} is invalid: {_reason(error)}. The value is YAML; a text with other signs in it needs "
-                f"double quotes: --set '{path}=\"…\"'."
+                f"--set {setting} is invalid: {_error_reason(error)}. The value is YAML; a text with other signs in it "
+                f"needs double quotes: --set '{path}=\"…\"'."
             ) from None
         place = body
         for depth, name in enumerate(names[:-1], 1):
@@ -112,7 +112,7 @@ def _check_keys(node: yaml.Node, checked: set[int]) -> None:
         _check_keys(value, checked)
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} in line {error.problem_mark.line + 1}"
     if isinstance(error, UnicodeDecodeError):

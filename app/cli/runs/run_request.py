@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli.console import fail, note, transfer
+from app.cli.console import fail, print_note, show_transfer
 from app.cli.names import id_of_dataset, id_of_experiment
 from app.infra.ids import is_id
 
@@ -50,7 +50,7 @@ class RunOptions:
     sets: Sequence[str] = ()
 
     @classmethod
-    def of(
+    def from_parameters(
         cls, file: Path | None, model: str | None, dataset: str | None, method: str | None,
         sets: Sequence[str] | None, **flags: bool,
     ) -> "RunOptions":  # fmt: skip
@@ -66,7 +66,7 @@ class RunOptions:
             raise typer.BadParameter(f"{' and '.join(sorted(methods))} are several methods; name one of them.")
         return next(iter(methods), None)
 
-    def body(self, client: "Anneal", *, has_dataset: bool = True) -> dict[str, Any]:
+    def build_body(self, client: "Anneal", *, has_dataset: bool = True) -> dict[str, Any]:
         """Return the body of the request; a local file that the service does not have is uploaded.
 
         Without `has_dataset`, the request names no dataset.
@@ -87,7 +87,7 @@ class RunOptions:
                 "with -f; `anneal runs init` writes one.",
                 code="no_run_file",
             )
-        body = {} if self.file is None else run_file.read(self.file)
+        body = {} if self.file is None else run_file.read_body(self.file)
         config = body.setdefault("config", {})
         options = {"base_model": self.model, "method": self.chosen_method}
         if isinstance(config, dict):
@@ -95,7 +95,7 @@ class RunOptions:
         if self.dataset is not None:
             # Relative to the folder of the command, where that of a run file is relative to its own.
             body["dataset_id"] = str(Path(self.dataset).absolute()) if Path(self.dataset).is_file() else self.dataset
-        return run_file.change(body, self.sets)
+        return run_file.set_values(body, self.sets)
 
 
 def with_ids(client: "Anneal", body: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def dataset_of(client: "Anneal", text: str, folder: Path) -> str:
     except RuntimeError:  # there is no user of this name
         path = folder / text
     if path.is_file():
-        return _uploaded(client, path)
+        return _find_or_upload(client, path)
     if "/" in text or path.suffix in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz"):
         names = [dataset.id for dataset in client.datasets.list(find=text, limit=1)]
         if not names:
@@ -133,7 +133,7 @@ def dataset_of(client: "Anneal", text: str, folder: Path) -> str:
     return id_of_dataset(text)
 
 
-def _uploaded(client: "Anneal", path: Path) -> str:
+def _find_or_upload(client: "Anneal", path: Path) -> str:
     """Return the dataset that was uploaded from a file with this content as it is, or upload it.
 
     One that was uploaded with a format or columns of the user's choice may have other rows than this upload would have.
@@ -147,9 +147,9 @@ def _uploaded(client: "Anneal", path: Path) -> str:
     for summary in client.datasets.list(file_sha256=digest.hexdigest()):
         source = client.datasets.get(summary.id).source
         if isinstance(source, DatasetSource) and source.requested_format is None and source.requested_columns is None:
-            note(f"{path.name} was uploaded before: {summary.id} {summary.name}, {summary.format}.")
+            print_note(f"{path.name} was uploaded before: {summary.id} {summary.name}, {summary.format}.")
             return str(summary.id)
-    with transfer(path.name, path.stat().st_size) as update:
+    with show_transfer(path.name, path.stat().st_size) as update:
         dataset = client.datasets.upload(path, on_progress=update)
-    note(f"{path.name} is uploaded: {dataset.id}, {dataset.rows} rows, {dataset.format}.")
+    print_note(f"{path.name} is uploaded: {dataset.id}, {dataset.rows} rows, {dataset.format}.")
     return str(dataset.id)

@@ -31,30 +31,30 @@ def text_of(model: str | None, dataset: str | None, method: str | None) -> str:
         "# A run: `anneal runs validate -f FILE` checks it, `anneal runs create -f FILE --watch` starts it.",
         "# Lines behind `# ` show defaults and examples: remove it to set the field.",
         "",
-        _line("dataset_id", dataset or "chats.jsonl", "Id or name of a dataset, or a file, relative to this one."),
-        _line("# eval_dataset_id", "heldout.jsonl", "Data to evaluate on, every `eval_steps`."),
-        _line("# name", "my-run", "Name of the run."),
-        _line("# experiment_id", "default", "Id or name of an experiment."),
-        _line("# tags", ["trial"], "Words by which runs are listed."),
+        _yaml_line("dataset_id", dataset or "chats.jsonl", "Id or name of a dataset, or a file, relative to this one."),
+        _yaml_line("# eval_dataset_id", "heldout.jsonl", "Data to evaluate on, every `eval_steps`."),
+        _yaml_line("# name", "my-run", "Name of the run."),
+        _yaml_line("# experiment_id", "default", "Id or name of an experiment."),
+        _yaml_line("# tags", ["trial"], "Words by which runs are listed."),
         "",
         "config:",
-        _line("  base_model", model or "Qwen/Qwen3-0.6B", base_models),
-        _line("  method", chosen, f"One of {', '.join(METHODS)}."),
-        *(_line(f"  # {name}", defaults[name], _summary(name)) for name in _FIELDS),
+        _yaml_line("  base_model", model or "Qwen/Qwen3-0.6B", base_models),
+        _yaml_line("  method", chosen, f"One of {', '.join(METHODS)}."),
+        *(_yaml_line(f"  # {name}", defaults[name], _field_summary(name)) for name in _FIELDS),
         "",
         "# resources:",
-        _line("#   devices", 1, "Number of devices that train together, or `all`."),
+        _yaml_line("#   devices", 1, "Number of devices that train together, or `all`."),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _summary(field: str) -> str:
+def _field_summary(field: str) -> str:
     """Return the first clause of the description of a field."""
     description = TrainingConfig.model_fields[field].description or ""
     return re.split(r"[.;:] | \(|, and |\.$", description)[0].replace("`", "") + "."
 
 
-def _line(name: str, value: Any, comment: str) -> str:
+def _yaml_line(name: str, value: Any, comment: str) -> str:
     """Return a line of YAML with a comment; JSON is YAML."""
     plain = isinstance(value, str) and value.isascii() and value.replace("_", "").replace("-", "").isalnum()
     value_text = value if plain and not value[0].isdigit() else json.dumps(value, ensure_ascii=False)

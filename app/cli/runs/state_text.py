@@ -27,13 +27,13 @@ def eta_text(prediction: "Prediction | None") -> str:
     now = datetime.now(UTC)
     parts = []
     if prediction.start_at is not None and prediction.start_at > now:
-        parts.append(f"starts {_in((prediction.start_at - now).total_seconds())}")
+        parts.append(f"starts {_duration_text((prediction.start_at - now).total_seconds())}")
     if prediction.finish_at is not None:
-        parts.append(f"finishes {_in((prediction.finish_at - now).total_seconds())}")
+        parts.append(f"finishes {_duration_text((prediction.finish_at - now).total_seconds())}")
     return ", ".join(parts)
 
 
-def _in(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     """Format a duration with the precision of the prediction."""
     if seconds < 1:
         return "any moment"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
-from app.cli.console import json_line, note, say
+from app.cli.console import json_line, print_note, print_text
 from app.cli.runs.state_text import eta_text, status_text
 from app.contracts.events import (
     ActionEvent,
@@ -78,10 +78,10 @@ def show_events(client: "Anneal", run: "RunRead", patience: float = 600.0) -> It
 
     Fails after `patience` seconds without a connection.
     """
-    seen = WatchState.of(run)
-    say(seen.first_line)
+    seen = WatchState.from_run(run)
+    print_text(seen.first_line)
     if run.pending_reason is not None:
-        say(f"waits: {run.pending_reason.message}")
+        print_text(f"waits: {run.pending_reason.message}")
     screen: _Screen = _Terminal(client, seen) if sys.stdout.isatty() else _Lines(seen)
     with screen:
         refreshed_at, pause = time.monotonic(), _SECONDS_BETWEEN_LOOKS
@@ -91,7 +91,7 @@ def show_events(client: "Anneal", run: "RunRead", patience: float = 600.0) -> It
                 pause = refresh_interval(seen.prediction)
             if seen.total is None and isinstance(event, StatusEvent) and event.to == "running":
                 seen.total = client.runs.get(run.id).total_steps
-            screen.show(event)
+            screen.show_event(event)
             yield event
 
 
@@ -109,7 +109,7 @@ def continue_on_interrupt(run_id: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        note(
+        print_note(
             f"\nStopped watching {run_id}; the run continues. Use `anneal runs watch {run_id}` to watch it again, "
             f"or `anneal runs stop {run_id}` to stop it."
         )
@@ -120,19 +120,19 @@ def _print_end(run: "RunRead") -> None:
     limited = f" ({run.end_reason})" if run.end_reason not in (None, "finished") else ""
     reward = run.metrics_history[-1].extra.get("reward") if run.metrics_history else None
     has_reward = isinstance(reward, int | float)  # then the loss says little
-    learned = _loss(reward, ", reward") if has_reward else _loss(run.best_loss, ", best loss")
-    say(f"{run.id} {run.name}: {status_text(run.status)}{limited} at step {run.current_step}{learned}")
+    learned = _loss_text(reward, ", reward") if has_reward else _loss_text(run.best_loss, ", best loss")
+    print_text(f"{run.id} {run.name}: {status_text(run.status)}{limited} at step {run.current_step}{learned}")
     if run.status == "failed":
-        say(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
+        print_text(f"  {run.error_code}: {run.error_message} (see `anneal runs why {run.id}`)")
     elif run.evaluation is not None:
-        say(f"  {'  '.join(_figures(run.evaluation))}")
+        print_text(f"  {'  '.join(_metric_figures(run.evaluation))}")
     elif run.status == "completed" and run.probe is None:
-        say(f"  Download the model with `anneal runs download {run.id}`.")
+        print_text(f"  Download the model with `anneal runs download {run.id}`.")
     elif run.status == "cancelled" and run.probe is None and run.task == RunTask.train:
-        say(f"  Resume it with `anneal runs resume {run.id}`.")
+        print_text(f"  Resume it with `anneal runs resume {run.id}`.")
 
 
-def _loss(value: float | None, name: str = "loss") -> str:
+def _loss_text(value: float | None, name: str = "loss") -> str:
     return "" if value is None else f"{name} {value:.4f}"
 
 
@@ -160,17 +160,17 @@ class WatchState:
     """The objective by step: the loss, or the reward."""
 
     @classmethod
-    def of(cls, run: "RunRead") -> "WatchState":
+    def from_run(cls, run: "RunRead") -> "WatchState":
         """Create the state from the run at the start of watching."""
         seen = cls(
             run.id, run.name, run.status, run.current_step, run.total_steps, method_of(run.config).generates,
             prediction=run.prediction, started=run.started_at,
         )  # fmt: skip
         if run.metrics_history:
-            seen._measure(run.metrics_history[-1])
+            seen._note_measurements(run.metrics_history[-1])
         return seen
 
-    def take(self, event: Event) -> str | None:
+    def apply_event(self, event: Event) -> str | None:
         """Apply an event; return a line if the event is printed as one."""
         if isinstance(event, StatusEvent):
             self.status, self.phase, self.device = event.to, "", ""
@@ -181,15 +181,15 @@ class WatchState:
             if event.step < self.step:
                 self.curve = {step: it for step, it in self.curve.items() if step < event.step}
             self.step = event.step
-            self._measure(event)
+            self._note_measurements(event)
             objective = self.reward if self.learns_from_rewards else self.loss
             if objective is not None:
                 self.curve[event.step] = objective
         elif isinstance(event, EvalEvent):
-            found = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
-            self.evaluated = found if isinstance(found, int | float) else self.evaluated
+            score = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
+            self.evaluated = score if isinstance(score, int | float) else self.evaluated
             shown = {name: value for name, value in event.metrics.items() if not name.endswith(_TIMINGS)}
-            return f"step {event.step}  {'  '.join(_figures(shown))}"
+            return f"step {event.step}  {'  '.join(_metric_figures(shown))}"
         elif isinstance(event, SampleEvent) and event.rewards is None:  # those of `rlhf` come with every metric
             prompt, completion = (json.dumps(text, ensure_ascii=False) for text in (event.prompt, event.completion))
             return f"step {event.step}  sample {prompt} -> {completion}"
@@ -206,7 +206,7 @@ class WatchState:
         elif isinstance(event, PendingEvent):
             return f"{'queued' if event.code == 'queued' else 'waits'}: {event.message}"
         elif isinstance(event, DeviceEvent):
-            self.device = _telemetry(event)
+            self.device = _telemetry_text(event)
         elif isinstance(event, ProgressEvent):
             self.phase = event.message or event.phase
         elif isinstance(event, SkippedRowsEvent):
@@ -219,25 +219,25 @@ class WatchState:
             return event.line
         return None
 
-    def _measure(self, metrics: "TrainingMetrics") -> None:
+    def _note_measurements(self, metrics: "TrainingMetrics") -> None:
         reward = metrics.extra.get("reward")
         self.loss = self.loss if metrics.loss is None else metrics.loss
         self.reward = reward if isinstance(reward, int | float) else self.reward
 
-    def progress(self, metrics: MetricEvent) -> str:
+    def progress_line(self, metrics: MetricEvent) -> str:
         """Format a metric as a line of tqdm, `30%|###       | 30/100 [00:31<01:12]`, with its measurements."""
         total, times = self.total or 0, []
         if self.started is not None and metrics.ts is not None:
-            times.append(_clock((metrics.ts - self.started).total_seconds()))
+            times.append(_clock_text((metrics.ts - self.started).total_seconds()))
             if self.prediction is not None and self.prediction.finish_at is not None:
-                times.append(_clock((self.prediction.finish_at - metrics.ts).total_seconds()))
+                times.append(_clock_text((self.prediction.finish_at - metrics.ts).total_seconds()))
         part = min(metrics.step / total, 1.0) if total else 0.0
         bar = f"{part:4.0%}|{'#' * round(part * _BAR):<{_BAR}}| {metrics.step}/{total or '?'}"
         measured = {"loss": metrics.loss, "learning_rate": metrics.learning_rate, "grad_norm": metrics.grad_norm}
         if self.learns_from_rewards:
             measured = {"reward": self.reward, **measured}
         measured |= {name: metrics.extra.get(name) for name in ("tokens_per_second", "mfu")}
-        return "  ".join(filter(None, (bar + (f" [{'<'.join(times)}]" if times else ""), *_figures(measured))))
+        return "  ".join(filter(None, (bar + (f" [{'<'.join(times)}]" if times else ""), *_metric_figures(measured))))
 
     @property
     def first_line(self) -> str:
@@ -255,8 +255,8 @@ class WatchState:
     def figures(self) -> str:
         """Latest loss or reward, latest evaluation result, telemetry of the GPU and predicted finish."""
         held_out = "held-out reward" if self.learns_from_rewards else "held-out"
-        now = _loss(self.reward, "reward") if self.learns_from_rewards else _loss(self.loss)
-        return "  ".join(filter(None, (now, _loss(self.evaluated, held_out), self.device, self.outlook)))
+        now = _loss_text(self.reward, "reward") if self.learns_from_rewards else _loss_text(self.loss)
+        return "  ".join(filter(None, (now, _loss_text(self.evaluated, held_out), self.device, self.outlook)))
 
 
 def resume_fidelity(facts: Mapping[str, Any]) -> str:
@@ -265,7 +265,7 @@ def resume_fidelity(facts: Mapping[str, Any]) -> str:
     return f"approximate: {' '.join(map(str, reasons))}" if isinstance(reasons, list) and reasons else "exact"
 
 
-def _telemetry(device: DeviceEvent) -> str:
+def _telemetry_text(device: DeviceEvent) -> str:
     """Format the telemetry of a GPU, `GPU 97% 59.8 GiB 63 °C 512 W`, as far as its driver reports it."""
     figures = (
         (device.utilization_percent, "{:.0f}%"),
@@ -276,21 +276,21 @@ def _telemetry(device: DeviceEvent) -> str:
     return " ".join(["GPU", *(form.format(value) for value, form in figures if value is not None)])
 
 
-def _clock(seconds: float) -> str:
+def _clock_text(seconds: float) -> str:
     """Format a duration as tqdm does: `01:12`, or `2:01:12`."""
     minutes, left = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes:02}:{left:02}"
 
 
-def _figures(metrics: dict[str, Any]) -> Iterator[str]:
+def _metric_figures(metrics: dict[str, Any]) -> Iterator[str]:
     for name, value in metrics.items():
         if isinstance(value, int | float):
             yield f"{name} {plain_number(value)}"
 
 
 class _Screen(Protocol):
-    def show(self, event: Event) -> None: ...
+    def show_event(self, event: Event) -> None: ...
     def __enter__(self) -> Any: ...
     def __exit__(self, *problem: Any) -> None: ...
 
@@ -307,16 +307,16 @@ class _Lines:
     def __exit__(self, *problem: Any) -> None:
         pass
 
-    def show(self, event: Event) -> None:
-        line = self._seen.take(event)
+    def show_event(self, event: Event) -> None:
+        line = self._seen.apply_event(event)
         if isinstance(event, MetricEvent):
-            line = self._seen.progress(event)
+            line = self._seen.progress_line(event)
         if line is not None:
-            self._print(line)
+            self._print_line(line)
 
     @staticmethod
-    def _print(line: str) -> None:
-        say(line)
+    def _print_line(line: str) -> None:
+        print_text(line)
         sys.stdout.flush()
 
 
@@ -342,7 +342,7 @@ class _Terminal:
             MofNCompleteColumn(), console=self._console, auto_refresh=False,
         )  # fmt: skip
         self._task = self._bar.add_task(plain_line(seen.name), total=seen.total, completed=seen.step)
-        self._live = Live(get_renderable=self._picture, console=self._console, refresh_per_second=2)
+        self._live = Live(get_renderable=self._render_picture, console=self._console, refresh_per_second=2)
 
     def __enter__(self) -> None:
         self._live.start()
@@ -350,27 +350,27 @@ class _Terminal:
     def __exit__(self, *problem: Any) -> None:
         self._live.stop()
 
-    def show(self, event: Event) -> None:
-        line = self._seen.take(event)
+    def show_event(self, event: Event) -> None:
+        line = self._seen.apply_event(event)
         if line is not None:
             self._console.print(plain_text(line), markup=False, soft_wrap=True)
         self._bar.update(self._task, completed=self._seen.step, total=self._seen.total)
 
-    def _figures(self) -> str:
+    def _status_figures(self) -> str:
         seen = self._seen
         state = plain_line(seen.phase) if seen.phase else status_text(seen.status)
         return "  ".join(filter(None, (state, seen.figures)))
 
-    def _picture(self) -> Any:
+    def _render_picture(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        plot = draw(self._seen.curve, self._console.width, max(8, self._console.height // 2))
-        below = (self._bar, Text(self._figures()))
+        plot = draw_curve(self._seen.curve, self._console.width, max(8, self._console.height // 2))
+        below = (self._bar, Text(self._status_figures()))
         return Group(Text(plot, no_wrap=True), *below) if plot else Group(*below)
 
 
-def draw(curve: dict[int, float], width: int, height: int) -> str:
+def draw_curve(curve: dict[int, float], width: int, height: int) -> str:
     """Draw a curve over the steps as lines of text; empty with fewer than two points."""
     if len(curve) < 2:
         return ""

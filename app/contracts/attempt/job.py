@@ -158,11 +158,11 @@ class JobSpec(_Part):
         return [self.dataset, *([self.eval_dataset] if self.eval_dataset else []), *self.extra_eval_datasets.values()]
 
     def to_json(self) -> str:
-        """Encode the job; inverse of `read`."""
+        """Encode the job; inverse of `from_file`."""
         return self.model_dump_json(indent=1)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def from_file(cls, path: Path) -> Self:
         """Read a job file.
 
         Raises:

@@ -42,7 +42,7 @@ class SampleAction(_Action):
     temperature: float = Field(default=1.0, ge=0, le=10, description="Sampling temperature; 0 selects greedy decoding.")
 
     @model_validator(mode="after")
-    def _fit(self) -> "SampleAction":
+    def _check_size(self) -> "SampleAction":
         if sum(len(prompt) for prompt in self.prompts) > MOST_PROMPT_CHARACTERS:
             raise ValueError(f"all prompts together exceed {MOST_PROMPT_CHARACTERS:,} characters; send several actions")
         return self
@@ -65,7 +65,7 @@ class ExtendAction(_Action):
     epochs: float | None = Field(default=None, gt=0, le=10_000, description="New total number of epochs.")
 
     @model_validator(mode="after")
-    def _one(self) -> "ExtendAction":
+    def _require_one_length(self) -> "ExtendAction":
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("set the new total length of the run: either `max_steps` or `epochs`")
         return self
@@ -86,11 +86,11 @@ class ActionCreate(RootModel[Annotated[AnyAction, Field(discriminator="action")]
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, asked: Any) -> Any:
-        if isinstance(asked, Mapping) and asked.get("action") not in get_args(Name):
+    def _check_name(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("action") not in get_args(Name):
             names = ", ".join(f"`{name}`" for name in get_args(Name))
             raise PydanticCustomError("unknown_action", "must be one of {names}", {"names": names, "field": "action"})
-        return asked
+        return value
 
 
 class ActionRead(BaseModel):

@@ -99,7 +99,7 @@ class SessionCreate(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _one(self) -> "SessionCreate":
+    def _require_one(self) -> "SessionCreate":
         if (self.key is None) == (self.link is None):
             raise ValueError("send either `key` or `link`")
         return self

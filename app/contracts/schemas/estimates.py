@@ -167,7 +167,7 @@ class KeptEstimate(RunEstimate):
     stop_at_step: int | None = None
 
 
-def stored(document: dict[str, Any]) -> KeptEstimate | None:
+def parse_stored(document: dict[str, Any]) -> KeptEstimate | None:
     """Parse a stored estimate; return None if another version stored it in a different form."""
     try:
         return KeptEstimate.model_validate(document)

@@ -107,7 +107,7 @@ class ExperimentContents(BaseModel):
         """True if the experiment has no runs."""
         return not any(self.runs.values())
 
-    def summary(self) -> str:
+    def as_sentence(self) -> str:
         """Return the counts, such as `2 runs (1 completed, 1 failed), 3 checkpoints and 1 model`."""
         statuses = ", ".join(f"{count} {status}" for status, count in self.runs.items() if count)
         runs, checkpoints, models = (

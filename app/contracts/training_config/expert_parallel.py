@@ -10,19 +10,19 @@ MODEL_TYPES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 def expert_parallel_obstacles(config: TrainingConfig) -> list[str]:
     """Return the reasons, as clauses, why the experts of a run cannot be divided among devices."""
-    found, method = [], METHODS[config.method]
+    obstacles, method = [], METHODS[config.method]
     if not method.is_supervised:
-        found.append(f"`{config.method}` cannot divide experts; only `full`, `lora` and `sft` can")
+        obstacles.append(f"`{config.method}` cannot divide experts; only `full`, `lora` and `sft` can")
     adapter = wants_adapter(config)
     if adapter and method.quantization != "forbidden" and (config.load_in_4bit or config.load_in_8bit):
         way = "use `method: lora`" if method.quantization == "required" else "set `load_in_4bit` to false"
-        found.append(f"a model in 4 or 8 bits cannot divide experts; {way}")
+        obstacles.append(f"a model in 4 or 8 bits cannot divide experts; {way}")
     if adapter and config.target_modules is None:
-        found.append(
+        obstacles.append(
             "an adapter of all linear layers includes the experts; set `target_modules` to layers of attention, such "
             "as `q_proj`, `k_proj`, `v_proj` and `o_proj`"
         )
-    return found
+    return obstacles
 
 
 def fitting_groups(devices: int, experts: int | None) -> list[int]:

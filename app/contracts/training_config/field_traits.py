@@ -9,16 +9,16 @@ from app.contracts.methods import OPTION_GROUPS
 from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
 
 
-def _declared(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Traits]]:
+def _declared_traits(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Traits]]:
     for name, field in model.model_fields.items():
         yield from ((f"{prefix}{name}", one) for one in field.metadata if isinstance(one, Traits))
 
 
 TRAITS: Mapping[str, Traits] = dict(
     [
-        *_declared(TrainingConfig),
-        *(one for group, model in OPTION_GROUPS.items() for one in _declared(model, f"{group}.")),
-        *_declared(TrainerOptions, "extra."),
+        *_declared_traits(TrainingConfig),
+        *(one for group, model in OPTION_GROUPS.items() for one in _declared_traits(model, f"{group}.")),
+        *_declared_traits(TrainerOptions, "extra."),
     ]
 )
 

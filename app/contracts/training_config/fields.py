@@ -224,7 +224,7 @@ _EXTRA_NUMBERS = human_numbers(TrainerOptions)
 
 def _with_numbers(extra: dict[str, Any]) -> dict[str, Any]:
     """Convert numbers as text, so that `extra` contains plain ones for those that read it unvalidated."""
-    return {name: _EXTRA_NUMBERS[name].number(it) if name in _EXTRA_NUMBERS else it for name, it in extra.items()}
+    return {name: _EXTRA_NUMBERS[name].parse_number(it) if name in _EXTRA_NUMBERS else it for name, it in extra.items()}
 
 
 class TrainingConfig(Strict):
@@ -539,7 +539,7 @@ class TrainingConfig(Strict):
         if not isinstance(fields, Mapping):
             return fields
         rank = fields.get("lora_r", cls.model_fields["lora_r"].default)
-        return {**method_of(fields).defaults(rank), **fields}
+        return {**method_of(fields).default_fields(rank), **fields}
 
     @property
     def generation(self) -> RlhfOptions | None:

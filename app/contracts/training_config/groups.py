@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def schema() -> dict[str, Any]:
+def config_schema() -> dict[str, Any]:
     """Return the JSON schema of a training configuration.
 
     `x-groups` has its fields by group, in order; `x-method-defaults` the defaults that depend on the method, with an
@@ -41,7 +41,7 @@ def schema() -> dict[str, Any]:
     """
     adapter = TrainingConfig.model_fields["lora_r"].default
     of_methods = {
-        name.value: {"adapter": method.defaults(adapter), "full": method.defaults(None)}
+        name.value: {"adapter": method.default_fields(adapter), "full": method.default_fields(None)}
         for name, method in METHODS.items()
     }
     more = {"x-groups": {name: list(fields) for name, fields in GROUPS.items()}, "x-method-defaults": of_methods}

@@ -223,7 +223,7 @@ ADVICE: Mapping[str, str] = {theirs: remedy for remedy, names in _REMEDIES.items
 _SIMILAR = 0.75
 
 
-def hint(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return the rest of a sentence that names the field which was probably meant; empty if there is none.
 
     `known` are the fields that are valid at that place.

@@ -18,7 +18,7 @@ PROBE_STEPS = 2
 
 def named_fields(config_input: Mapping[str, Any]) -> set[str]:
     """Return the names of the fields in a configuration, dotted within a group (`dpo.beta`)."""
-    return {name for name, _ in _flat(config_input)}
+    return {name for name, _ in _flatten_groups(config_input)}
 
 
 def given_fields(config_input: Mapping[str, Any]) -> set[str]:
@@ -26,26 +26,31 @@ def given_fields(config_input: Mapping[str, Any]) -> set[str]:
 
     So a client may send every field of a configuration, with those that its method does not use at their defaults.
     """
-    of_method = method_of(config_input).defaults(config_input.get("lora_r", _DEFAULTS["lora_r"]))
+    of_method = method_of(config_input).default_fields(config_input.get("lora_r", _DEFAULTS["lora_r"]))
     return {
         name
-        for name, value in _flat(normalize_numbers(config_input))
+        for name, value in _flatten_groups(normalize_numbers(config_input))
         if not any(_is_same(value, defaults.get(name, _NO_DEFAULT)) for defaults in (_DEFAULTS, of_method))
     }
 
 
-def drop_unknown_fields(stored: Mapping[str, Any], given: Iterable[str]) -> dict[str, Any]:
+def drop_unknown_fields(stored: Mapping[str, Any], user_set_fields: Iterable[str]) -> dict[str, Any]:
     """Drop the defaults of fields that this version does not have from a stored configuration.
 
     During an upgrade, a newer API writes for older workers. Fields that the user set stay, and are rejected.
     """
-    given = set(given)
-    kept = {name: value for name, value in stored.items() if name in TrainingConfig.model_fields or name in given}
+    user_set_fields = set(user_set_fields)
+    config = {
+        name: value for name, value in stored.items() if name in TrainingConfig.model_fields or name in user_set_fields
+    }
     for name, model in OPTION_GROUPS.items():
-        if isinstance(kept.get(name), Mapping):
-            known = {*model.model_fields, *(one.partition(".")[2] for one in given if one.startswith(f"{name}."))}
-            kept[name] = {member: value for member, value in kept[name].items() if member in known}
-    return kept
+        if isinstance(config.get(name), Mapping):
+            known = {
+                *model.model_fields,
+                *(one.partition(".")[2] for one in user_set_fields if one.startswith(f"{name}.")),
+            }
+            config[name] = {member: value for member, value in config[name].items() if member in known}
+    return config
 
 
 def normalize_numbers(config_input: Mapping[str, Any], group: str = "") -> dict[str, Any]:
@@ -56,11 +61,11 @@ def normalize_numbers(config_input: Mapping[str, Any], group: str = "") -> dict[
             normalized[name] = normalize_numbers(value, f"{name}.")
         else:
             number = _HUMAN_NUMBERS.get(f"{group}{name}")
-            normalized[name] = value if number is None else number.number(value)
+            normalized[name] = value if number is None else number.parse_number(value)
     return normalized
 
 
-def _flat(config_input: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten_groups(config_input: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in config_input.items():
         if name in GROUPS and isinstance(value, Mapping):
             yield from ((f"{name}.{member}", item) for member, item in value.items())
@@ -73,7 +78,7 @@ def _is_same(value: Any, default: Any) -> bool:
     return isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
 
 
-def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+def _default_values(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     return {
         f"{prefix}{name}": field.get_default(call_default_factory=True)
         for name, field in model.model_fields.items()
@@ -84,9 +89,13 @@ def _defaults(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 _NO_DEFAULT = object()
 
 _DEFAULTS: dict[str, Any] = {
-    **{name: value for name, value in _defaults(TrainingConfig).items() if name not in GROUPS},
-    **{name: value for group, model in OPTION_GROUPS.items() for name, value in _defaults(model, f"{group}.").items()},
-    **_defaults(TrainerOptions, "extra."),
+    **{name: value for name, value in _default_values(TrainingConfig).items() if name not in GROUPS},
+    **{
+        name: value
+        for group, model in OPTION_GROUPS.items()
+        for name, value in _default_values(model, f"{group}.").items()
+    },
+    **_default_values(TrainerOptions, "extra."),
 }
 
 

@@ -41,9 +41,9 @@ class Effective:
     problems: list[FieldError]
 
 
-def resolve(
+def resolve_config(
     config: TrainingConfig,
-    given: Iterable[str],
+    user_set_fields: Iterable[str],
     machine: DeviceCapabilities | None,
     longest_sequence: int | None = None,
     *,
@@ -51,7 +51,7 @@ def resolve(
     dataset_format: str | None = None,
     stored: StoredQuantization | None = None,
 ) -> Effective:
-    """Resolve all defaults; a value that was *given* and is not supported is an error.
+    """Resolve all defaults; a value that was set by the user and is not supported is an error.
 
     Defaults that follow from the method are resolved silently, as documented with the fields. A default that machine
     or model do not support is replaced by the nearest that works, and reported; `machine` and `longest_sequence`, the
@@ -59,28 +59,28 @@ def resolve(
     devices. `dataset_format` is that of the training data; with None, the defaults that follow from it stay. `stored`
     is the quantization of the weights in the model's files, with which the configuration has no conflicts.
     """
-    given = set(given)
+    user_set_fields = set(user_set_fields)
     config, as_stored = match_stored_quantization(config, stored)
     update: dict[str, Any] = {}
     adapter = wants_adapter(config)
     if not adapter:
         update["lora_r"] = None
-    if "load_in_4bit" not in given and (
+    if "load_in_4bit" not in user_set_fields and (
         METHODS[config.method].quantization == "forbidden" or not adapter or config.load_in_8bit
     ):
         update["load_in_4bit"] = False
-    if config.lr_scheduler_type == "constant" and "warmup_ratio" not in given:
+    if config.lr_scheduler_type == "constant" and "warmup_ratio" not in user_set_fields:
         update["warmup_ratio"] = 0.0
     if dataset_format is not None and METHODS[config.method].is_supervised:
         update["loss_on"] = loss_tokens(config, dataset_format)
-    found = method_conflicts(config, given)
+    conflicts = method_conflicts(config, user_set_fields)
     replaced = as_stored
     if machine is not None:
-        found += machine_conflicts(config, given, machine)
+        conflicts += machine_conflicts(config, user_set_fields, machine)
         update["dtype"] = config.dtype or _compute_dtype(config, machine)
         quantized = update.get("load_in_4bit", config.load_in_4bit)
-        replaced = as_stored + _replacements(config, given, machine, quantized)
-    if sharded and config.optim not in SHARDED_OPTIMIZERS and not {"optim", "weights_dtype"} & given:
+        replaced = as_stored + _find_replacements(config, user_set_fields, machine, quantized)
+    if sharded and config.optim not in SHARDED_OPTIMIZERS and not {"optim", "weights_dtype"} & user_set_fields:
         replaced = [one for one in replaced if one.field != "optim"]
         reason, used = "The state of this optimizer cannot be divided among devices.", SHARDED_OPTIMIZERS[0]
         replaced.append(Replacement(field="optim", requested=config.optim, used=used, reason=reason))
@@ -90,7 +90,7 @@ def resolve(
         elif config.max_seq_length > longest_sequence:
             replaced.append(length_replacement(config, longest_sequence))
     update |= {replacement.field: replacement.used for replacement in replaced}
-    return Effective(config.model_copy(update=update), replaced, found)
+    return Effective(config.model_copy(update=update), replaced, conflicts)
 
 
 def match_stored_quantization(
@@ -136,34 +136,34 @@ def _compute_dtype(config: TrainingConfig, machine: DeviceCapabilities) -> DType
     return config.weights_dtype if config.weights_dtype != "float32" else default_dtype(machine)
 
 
-def _replacements(
-    config: TrainingConfig, given: set[str], machine: DeviceCapabilities, four_bit: bool
+def _find_replacements(
+    config: TrainingConfig, user_set_fields: set[str], machine: DeviceCapabilities, four_bit: bool
 ) -> list[Replacement]:
     replaced = []
     is_stochastic = config.weights_dtype == "bfloat16" and config.extra.get("optimizer") is None
 
-    def replace(field: str, used: Any, reason: str) -> None:
-        if field not in given:
+    def add_replacement(field: str, used: Any, reason: str) -> None:
+        if field not in user_set_fields:
             requested = getattr(config, field)
             replaced.append(Replacement(field=field, requested=requested, used=used, reason=reason))
 
     if is_stochastic and not OPTIMIZERS[config.optim].rounds_stochastically:
         reason = "It updates weights in bfloat16 without rounding small updates to nothing."
-        replace("optim", DEFAULT_STOCHASTIC_OPTIMIZER, reason)
+        add_replacement("optim", DEFAULT_STOCHASTIC_OPTIMIZER, reason)
     if config.activation_offload and config.gradient_checkpointing == "auto":
         reason = "Activations are offloaded, and with recomputation only the inputs of the layers are moved."
-        replace("gradient_checkpointing", True, reason)
+        add_replacement("gradient_checkpointing", True, reason)
     if machine.kind == "cpu":
         if not is_stochastic and config.optim.startswith("paged_") and config.extra.get("optimizer") is None:
-            replace("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
+            add_replacement("optim", config.optim.removeprefix("paged_"), "Paging optimizer state needs a GPU.")
         if config.gradient_checkpointing:
-            replace(
+            add_replacement(
                 "gradient_checkpointing", False, "On a CPU it costs time, and the memory that it saves is not scarce."
             )
         if four_bit and config.dtype is None and config.bnb_4bit_compute_dtype != "float32":
-            replace("bnb_4bit_compute_dtype", "float32", "On this CPU, float32 is faster and more precise.")
+            add_replacement("bnb_4bit_compute_dtype", "float32", "On this CPU, float32 is faster and more precise.")
     if four_bit and config.dtype not in (None, config.bnb_4bit_compute_dtype):
-        replace("bnb_4bit_compute_dtype", config.dtype, "4-bit layers compute in `dtype`.")
+        add_replacement("bnb_4bit_compute_dtype", config.dtype, "4-bit layers compute in `dtype`.")
     elif machine.kind == "cuda" and four_bit and config.bnb_4bit_compute_dtype == "bfloat16" and not machine.bf16:
-        replace("bnb_4bit_compute_dtype", "float16", "This GPU does not support bfloat16.")
+        add_replacement("bnb_4bit_compute_dtype", "float16", "This GPU does not support bfloat16.")
     return replaced

@@ -8,20 +8,20 @@ _PLUGINS = ("model_factory", "collator", "metrics")
 
 def sequence_parallel_obstacles(config: TrainingConfig) -> list[str]:
     """Return the reasons, as clauses, why the sequences of a run cannot be divided among devices."""
-    found = []
+    obstacles = []
     if not METHODS[config.method].is_supervised:
         names = ", ".join(f"`{name}`" for name, method in METHODS.items() if method.is_supervised)
-        found.append(f"`{config.method}` needs whole sequences on each device; only {names} can divide them")
+        obstacles.append(f"`{config.method}` needs whole sequences on each device; only {names} can divide them")
     if config.neftune_noise_alpha is not None:
-        found.append("`neftune_noise_alpha` depends on the length of the whole sequence")
+        obstacles.append("`neftune_noise_alpha` depends on the length of the whole sequence")
     if config.torch_compile:
-        found.append("`torch_compile` compiles attention over whole sequences")
+        obstacles.append("`torch_compile` compiles attention over whole sequences")
     if config.attn_implementation == "eager":
-        found.append("`attn_implementation: eager` cannot be divided; use `sdpa`")
+        obstacles.append("`attn_implementation: eager` cannot be divided; use `sdpa`")
     for name in _PLUGINS:
         if config.extra.get(name):
-            found.append(f"`extra.{name}` needs whole sequences on one device")
-    return found
+            obstacles.append(f"`extra.{name}` needs whole sequences on one device")
+    return obstacles
 
 
 def division_obstacle(count: int, devices: int, heads: int | None) -> str | None:

@@ -58,7 +58,7 @@ def _out_of_range(config: TrainingConfig) -> Iterator[FieldError]:
 def _unusual_rate(config: TrainingConfig) -> Iterator[FieldError]:
     if config.optim in _SCALES_FREELY or config.extra.get("optimizer") is not None:
         return
-    default = METHODS[config.method].defaults(config.lora_r)["learning_rate"]
+    default = METHODS[config.method].default_fields(config.lora_r)["learning_rate"]
     factor = config.learning_rate / default
     if _LOWEST_RATE_FACTOR <= factor <= _HIGHEST_RATE_FACTOR * (1 + 1e-9):
         return

@@ -41,27 +41,27 @@ class TableReader:
     def feed(self, data: bytes) -> None:
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
-            self._keep(data[start : end + 1])
+            self._append_piece(data[start : end + 1])
             start = end + 1
             self._line += 1
             # A record continues on the next line if a quote is still open.
             if self._quotes % 2 == 0:
                 self._end_record()
-        self._keep(data[start:] if start else data)
+        self._append_piece(data[start:] if start else data)
 
-    def end(self) -> None:
+    def end_file(self) -> None:
         if self._quotes % 2:
-            self._refuse("unfinished_csv", 'the quoted cell that starts here has no closing "')
+            self._record_error("unfinished_csv", 'the quoted cell that starts here has no closing "')
         elif self._record or self._skipping:
             self._end_record()
 
-    def more(self) -> bool:
+    def read_more(self) -> bool:
         return False
 
     def close(self) -> None:
         self._record.clear()
 
-    def _keep(self, piece: bytes) -> None:
+    def _append_piece(self, piece: bytes) -> None:
         self._quotes += piece.count(b'"')
         if self._skipping:
             return
@@ -69,43 +69,43 @@ class TableReader:
             self._skipping = True
             self._record.clear()
             limit = f'a row may have at most {self._most_bytes:,} bytes; split it, or close the " of its cells'
-            self._refuse("row_too_long", limit)
+            self._record_error("row_too_long", limit)
             return
         self._record += piece
 
     def _end_record(self) -> None:
         if not self._skipping:
-            self._take(bytes(self._record))
+            self._take_record(bytes(self._record))
             self._record.clear()
         self._skipping = False
         self._quotes = 0
         self._began = self._line
 
-    def _take(self, record: bytes) -> None:
+    def _take_record(self, record: bytes) -> None:
         if not record.strip():
             self._blank_since = self._blank_since or self._began
             return
         if self._blank_since is not None:
             at, self._blank_since = self._blank_since, None
-            self._rows.refuse(f"line {at}", "empty_line", "the line is empty; remove it")
-        cells = self._cells(record.removeprefix(BOM_UTF8))  # joined files have one in the middle
+            self._rows.record_error(f"line {at}", "empty_line", "the line is empty; remove it")
+        cells = self._split_cells(record.removeprefix(BOM_UTF8))  # joined files have one in the middle
         if self._columns is None:
-            self._columns = self._header(None if cells is None else [name.strip() for name in cells])
+            self._columns = self._check_header(None if cells is None else [name.strip() for name in cells])
         elif cells is None:
             return
         elif [cell.strip() for cell in cells] == self._columns:
-            self._refuse("repeated_header", "the line repeats the header, as in joined files; remove it")
+            self._record_error("repeated_header", "the line repeats the header, as in joined files; remove it")
         elif len(cells) != len(self._columns):
             self._refuse_cells(str(len(cells)))
         elif any("\0" in cell for cell in cells):
-            self._refuse("nul_in_text", "text has a NUL character, which cannot be stored; remove it")
+            self._record_error("nul_in_text", "text has a NUL character, which cannot be stored; remove it")
         else:
-            self._rows.take(f"line {self._began}", dict(zip(self._columns, cells, strict=True)))
+            self._rows.add_row(f"line {self._began}", dict(zip(self._columns, cells, strict=True)))
 
-    def _cells(self, record: bytes) -> list[str] | None:
+    def _split_cells(self, record: bytes) -> list[str] | None:
         """Return the cells of a record, or None after reporting an error if it is invalid."""
         if self._began == 1 and record.startswith(_BYTE_ORDER_MARKS):
-            self._refuse("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
+            self._record_error("byte_order_mark", "the file is UTF-16; save it as CSV in UTF-8")
             return None
         if self.delimiter is None:
             self.delimiter = _delimiter_of(record)
@@ -115,13 +115,13 @@ class TableReader:
         try:
             return next(csv.reader([record.decode()], strict=True, delimiter=self.delimiter))
         except UnicodeDecodeError as error:
-            self._refuse("not_utf8", f"byte {error.start} of the row is not UTF-8; save the file as CSV in UTF-8")
+            self._record_error("not_utf8", f"byte {error.start} of the row is not UTF-8; save the file as CSV in UTF-8")
         except (csv.Error, StopIteration) as error:
             remedy = 'quote cells that contain a " or a line break, and write the " twice'
-            self._refuse("invalid_csv", f"not CSV: {error}; {remedy}")
+            self._record_error("invalid_csv", f"not CSV: {error}; {remedy}")
         return None
 
-    def _header(self, names: list[str] | None) -> list[str]:
+    def _check_header(self, names: list[str] | None) -> list[str]:
         """Check and return the column names; raises `TooManyBadRows`, because rows need a valid header."""
         why = None
         if names is None:
@@ -136,23 +136,23 @@ class TableReader:
         elif any(len(name) > MOST_KEY_CHARACTERS for name in names):
             why = ("key_too_long", f"a column name may have at most {MOST_KEY_CHARACTERS} characters")
         if why is not None:
-            self._refuse(*why)
+            self._record_error(*why)
             raise TooManyBadRows
         self._rows.begin_table(names)
         return names
 
     def _refuse_cells(self, count: str) -> None:
         if self._columns is None:
-            self._refuse("too_many_columns", f"a dataset may have at most {MOST_COLUMNS:,} columns")
+            self._record_error("too_many_columns", f"a dataset may have at most {MOST_COLUMNS:,} columns")
             return
         delimiter = DELIMITERS[self.delimiter or ","]
         message = (
             f"the row has {count} cells but the header has {len(self._columns)}; quote cells that contain a {delimiter}"
         )
-        self._refuse("wrong_cell_count", message)
+        self._record_error("wrong_cell_count", message)
 
-    def _refuse(self, code: str, message: str) -> None:
-        self._rows.refuse(f"line {self._began}", code, message)
+    def _record_error(self, code: str, message: str) -> None:
+        self._rows.record_error(f"line {self._began}", code, message)
 
 
 def _delimiter_of(header: bytes) -> str:

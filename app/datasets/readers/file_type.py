@@ -26,10 +26,10 @@ class Reader(Protocol):
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the file."""
 
-    def end(self) -> None:
+    def end_file(self) -> None:
         """Handle the end of the file."""
 
-    def more(self) -> bool:
+    def read_more(self) -> bool:
         """Continue reading after the end of the input for a short time; return False once all rows were passed on."""
 
     def close(self) -> None:

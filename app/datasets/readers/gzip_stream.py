@@ -32,7 +32,7 @@ class GzipStream:
         """True if the file is compressed, once its first two bytes are known."""
         return self._is_known and self._received > 0
 
-    def pieces(self, data: bytes) -> Iterator[bytes]:
+    def decompress_pieces(self, data: bytes) -> Iterator[bytes]:
         """Yield the content of the next bytes, in pieces of at most one megabyte if they are compressed.
 
         Raises:
@@ -51,16 +51,16 @@ class GzipStream:
             return
         self._received += len(data)
         for start in range(0, len(data), _INPUT_BYTES):
-            yield from self._inflated(data[start : start + _INPUT_BYTES])
+            yield from self._inflate_members(data[start : start + _INPUT_BYTES])
 
-    def end(self) -> Iterator[bytes]:
+    def end_file(self) -> Iterator[bytes]:
         """Yield what is left at the end of the file; raises `TooManyBadRows` if the file is truncated."""
         if not self._is_known:
             yield self._start
         elif self._inflater is not None:
-            self._fail("the file ends too early; upload it again")
+            self._raise_damaged("the file ends too early; upload it again")
 
-    def _inflated(self, data: bytes) -> Iterator[bytes]:
+    def _inflate_members(self, data: bytes) -> Iterator[bytes]:
         while True:
             if self._inflater is None:  # a gzip file may consist of several members, possibly padded with zeros
                 data = data.lstrip(b"\0")
@@ -70,11 +70,11 @@ class GzipStream:
             try:
                 piece = self._inflater.decompress(data, _PIECE_BYTES)
             except zlib.error as error:
-                self._fail(f"the file is damaged ({error}); compress and upload it again")
+                self._raise_damaged(f"the file is damaged ({error}); compress and upload it again")
             self._expanded += len(piece)
             if self._expanded > _FREE_BYTES and self._expanded > MAX_RATIO * self._received:
                 message = f"the file expands to more than {MAX_RATIO} times its size; upload it uncompressed"
-                self._rows.refuse("", "expands_too_much", message)
+                self._rows.record_error("", "expands_too_much", message)
                 raise TooManyBadRows
             data = self._inflater.unconsumed_tail
             if self._inflater.eof:
@@ -84,6 +84,6 @@ class GzipStream:
             if not data and len(piece) < _PIECE_BYTES:
                 return
 
-    def _fail(self, why: str) -> NoReturn:
-        self._rows.refuse("", "unreadable_gzip", f"gzip: {why}")
+    def _raise_damaged(self, why: str) -> NoReturn:
+        self._rows.record_error("", "unreadable_gzip", f"gzip: {why}")
         raise TooManyBadRows

@@ -37,27 +37,27 @@ class ArrayReader:
         if self._head is not None:
             self._head = (self._head + data).lstrip()
             is_decided = len(self._head) >= _MAX_OPENING_BYTES or _OPENING.match(self._head) is not None
-            data = self._open() if is_decided else b""
+            data = self._open_array() if is_decided else b""
         if data:
-            self._read(data)
+            self._scan_rows(data)
 
-    def end(self) -> None:
-        if self._head is not None and (data := self._open()):
-            self._read(data)
+    def end_file(self) -> None:
+        if self._head is not None and (data := self._open_array()):
+            self._scan_rows(data)
         if self._broken:
             return
         if not self._closed:
-            self._fail("unfinished_json", f"the file ends before its array is closed, in row {self._number}")
+            self._stop_reading("unfinished_json", f"the file ends before its array is closed, in row {self._number}")
         elif self._closing:
-            self._fail("unfinished_json", "the file ends before the object around its rows is closed")
+            self._stop_reading("unfinished_json", "the file ends before the object around its rows is closed")
 
-    def more(self) -> bool:
+    def read_more(self) -> bool:
         return False
 
     def close(self) -> None:
         self._row.clear()
 
-    def _open(self) -> bytes:
+    def _open_array(self) -> bytes:
         """Check the start of the file and return the bytes after the opening bracket."""
         head, self._head = bytes(self._head or b""), None
         opening = _OPENING.match(head, 0, _MAX_OPENING_BYTES)
@@ -65,29 +65,29 @@ class ArrayReader:
             self._closing = b"" if opening[1] else b"}"
             return head[opening.end() :]
         if not head.strip():
-            self._broken = True  # an empty file, which `RowWriter.finish` reports
+            self._broken = True  # an empty file, which `RowWriter.finish_rows` reports
         else:
             message = 'the file must be an array of rows, [{…}, {…}], or {"data": [{…}, {…}]}, as UTF-8'
-            self._fail("not_an_array", message)
+            self._stop_reading("not_an_array", message)
         return b""
 
-    def _read(self, data: bytes) -> None:
+    def _scan_rows(self, data: bytes) -> None:
         at = start = 0
         while not (self._broken or self._closed):
             if self._escaped:
                 at += 1
                 self._escaped = False
-            found = (_INSIDE if self._in_string else _OUTSIDE).search(data, at)
-            if found is None:
-                self._keep(data[start:])
+            mark = (_INSIDE if self._in_string else _OUTSIDE).search(data, at)
+            if mark is None:
+                self._append_piece(data[start:])
                 return
-            at, token = found.end(), found[0]
+            at, token = mark.end(), mark[0]
             if len(token) > 1:
                 continue
             if token == b"\\":
                 if at == len(data):
                     self._escaped = True
-                    self._keep(data[start:])
+                    self._append_piece(data[start:])
                     return
                 at += 1
             elif token == b'"':
@@ -95,25 +95,27 @@ class ArrayReader:
             elif token in b"[{":
                 self._depth += 1
                 if self._depth > MAX_DEPTH:
-                    self._keep(data[start : found.start()])
-                    self._fail("too_deep", f"nested more than {MAX_DEPTH} levels deep", self._number)
+                    self._append_piece(data[start : mark.start()])
+                    self._stop_reading("too_deep", f"nested more than {MAX_DEPTH} levels deep", self._number)
             elif self._depth:
                 self._depth -= token in b"]}"
                 self._separators += 1
                 if self._separators > 2 * MAX_VALUES:  # one before each value, and a bracket after it
                     message = f"more than {MAX_VALUES:,} values in lists and objects; split it"
-                    self._keep(data[start : found.start()])
-                    self._fail("too_many_values", message, self._number)
+                    self._append_piece(data[start : mark.start()])
+                    self._stop_reading("too_many_values", message, self._number)
             else:
-                self._keep(data[start : found.start()])
+                self._append_piece(data[start : mark.start()])
                 start = at
                 self._end_row(token)
         if self._closed and not self._broken:
-            self._after(data[start:])
+            self._check_trailing(data[start:])
 
-    def _keep(self, piece: bytes) -> None:
+    def _append_piece(self, piece: bytes) -> None:
         if len(self._row) + len(piece) > self._most_bytes:
-            self._fail("row_too_long", f"a row may have at most {self._most_bytes:,} bytes; split it", self._number)
+            self._stop_reading(
+                "row_too_long", f"a row may have at most {self._most_bytes:,} bytes; split it", self._number
+            )
             self._row.clear()
         elif not self._broken:
             self._row += piece
@@ -124,7 +126,7 @@ class ArrayReader:
         self._row.clear()
         self._separators = 0
         if token == b"}":
-            self._fail("invalid_json", f"not JSON: a }} without a matching {{ in row {self._number}")
+            self._stop_reading("invalid_json", f"not JSON: a }} without a matching {{ in row {self._number}")
         if self._broken:
             return
         self._closed = token == b"]"
@@ -133,17 +135,19 @@ class ArrayReader:
         self._rows.take_json(f"row {self._number}", raw)
         self._number += 1
 
-    def _after(self, data: bytes) -> None:
+    def _check_trailing(self, data: bytes) -> None:
         rest = data.lstrip()
         if self._closing and rest[:1] == self._closing:
             self._closing = b""
             rest = rest[1:].lstrip()
         if rest:
-            self._fail("trailing_data", "unexpected content after the array; the object may contain only `data`")
+            self._stop_reading(
+                "trailing_data", "unexpected content after the array; the object may contain only `data`"
+            )
 
-    def _fail(self, code: str, message: str, row: int | None = None) -> None:
+    def _stop_reading(self, code: str, message: str, row: int | None = None) -> None:
         """Report the first error and stop reading, because row boundaries are unknown from here on."""
         if self._broken:
             return
         self._broken = True
-        self._rows.refuse("" if row is None else f"row {row}", code, message)
+        self._rows.record_error("" if row is None else f"row {row}", code, message)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import BinaryIO
 
-from app.api.errors import printable, too_large
+from app.api.errors import to_printable, too_large
 from app.config import Settings
 from app.datasets.row_writer import RowWriter
 from app.infra.files.disk_space import DiskReserve
@@ -40,15 +40,15 @@ class ParquetReader:
         while view:  # an unbuffered file may write less than requested, for example when the disk fills up
             view = view[self._file.write(view) :]
 
-    def end(self) -> None:
+    def end_file(self) -> None:
         self._file.close()
         self._is_complete = self._spool.stat().st_size > 0
 
-    def more(self) -> bool:
+    def read_more(self) -> bool:
         if not self._is_complete:
             return False
         if self._child is None:
-            self._child = self._start()
+            self._child = self._start_process()
         try:
             piece = self._child.read()
         except ChildFailed as error:
@@ -57,7 +57,7 @@ class ParquetReader:
         self._bytes_read += len(piece)
         if self._bytes_read > self._settings.max_upload_bytes:
             raise too_large("A dataset, converted to JSONL,", self._settings.max_upload_bytes)
-        return self._take(piece) if piece else False
+        return self._take_lines(piece) if piece else False
 
     def close(self) -> None:
         self._file.close()
@@ -65,7 +65,7 @@ class ParquetReader:
             self._child.close()
         self._spool.unlink(missing_ok=True)
 
-    def _start(self) -> SandboxProcess:
+    def _start_process(self) -> SandboxProcess:
         return SandboxProcess(
             _PROGRAM,
             [str(self._spool), str(self._most_bytes), *self._rows.needed],
@@ -75,7 +75,7 @@ class ParquetReader:
             environment={"ARROW_DEFAULT_MEMORY_POOL": "system"},  # releases freed memory to the system
         )
 
-    def _take(self, piece: bytes) -> bool:
+    def _take_lines(self, piece: bytes) -> bool:
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             self._line += piece[start:end]
@@ -99,17 +99,17 @@ class ParquetReader:
         if len(raw) > self._most_bytes:
             self._too_long()
         elif raw.startswith(b"!"):
-            self._rows.refuse(f"row {self._number}", "not_utf8", raw[1:].decode(errors="replace"))
+            self._rows.record_error(f"row {self._number}", "not_utf8", raw[1:].decode(errors="replace"))
         else:
             self._rows.take_json(f"row {self._number}", raw)
 
     def _too_long(self) -> None:
         message = f"a row may have at most {self._most_bytes:,} bytes as JSON; split it"
-        self._rows.refuse(f"row {self._number}", "row_too_long", message)
+        self._rows.record_error(f"row {self._number}", "row_too_long", message)
 
     def _cannot_read(self, why: str) -> None:
         where = f" after row {self._number}" if self._number else ""
         message = (
-            f"the file cannot be read as Parquet{where} ({printable(why, 200)}); write it again and upload it again"
+            f"the file cannot be read as Parquet{where} ({to_printable(why, 200)}); write it again and upload it again"
         )
-        self._rows.refuse("", "unreadable_parquet", message)
+        self._rows.record_error("", "unreadable_parquet", message)

@@ -41,7 +41,7 @@ def _write_rows(path: str, most_row_bytes: int, always: set[str]) -> None:
             for row in part.to_pylist():
                 number += 1
                 try:
-                    out.write(_line(row, always) + b"\n")
+                    out.write(_encode_row(row, always) + b"\n")
                 except _NotText as error:
                     out.write(f"!{error}\n".encode(errors="replace"))
     out.flush()
@@ -51,10 +51,10 @@ class _NotText(ValueError):
     """Bytes in a column of texts are no text."""
 
 
-def _line(row: dict[str, Any], always: set[str]) -> bytes:
+def _encode_row(row: dict[str, Any], always: set[str]) -> bytes:
     # A row has all columns, mostly without a value: a small file could expand to a very large output.
     cells = {
-        name: _plain(cell, name if name in always else None)
+        name: _plain_value(cell, name if name in always else None)
         for name, cell in row.items()
         if name in always or (cell is not None and cell not in ("", b""))
     }
@@ -69,26 +69,26 @@ def _batch_rows(metadata: Any) -> int:
     return int(max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * max(metadata.num_rows, 1) // max(size, 1))))
 
 
-def _plain(value: Any, column: str | None) -> Any:
+def _plain_value(value: Any, column: str | None) -> Any:
     """Convert a value to JSON types; null members of a struct are omitted, because every row has all of them.
 
     Many writers store texts as bytes. Bytes that are no text become Base64, or raise `_NotText` in a `column` that
     training needs.
     """
     if isinstance(value, dict):
-        return {str(key): _plain(item, column) for key, item in value.items() if item is not None}
+        return {str(key): _plain_value(item, column) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(item, column) for item in value]
+        return [_plain_value(item, column) for item in value]
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, decimal.Decimal | uuid.UUID | datetime.timedelta):
         return str(value)
     if isinstance(value, bytes):
-        return _text(value, column)
+        return _decode_text(value, column)
     return value
 
 
-def _text(value: bytes, column: str | None) -> str:
+def _decode_text(value: bytes, column: str | None) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:

@@ -63,9 +63,9 @@ class DiskReserve:
         free = free_bytes(self._folder)
         if free is not None and free - size < self._reserve_bytes:
             raise DiskReserveReached(
-                f"The disk of the server has {mib(free)} free, of which {mib(self._reserve_bytes)} must stay free "
-                "(ANNEAL_DISK_RESERVE_BYTES), and nothing was stored: delete runs or datasets that are no longer "
-                "needed, or free some space there, and try again."
+                f"The disk of the server has {format_mib(free)} free, of which {format_mib(self._reserve_bytes)} must "
+                "stay free (ANNEAL_DISK_RESERVE_BYTES), and nothing was stored: delete runs or datasets that are "
+                "no longer needed, or free some space there, and try again."
             )
 
 
@@ -87,7 +87,7 @@ class DatabaseReserve:
         embedded = (read_json(home / "embedded.json") or {}).get("database_url")
         return cls(home) if embedded is not None and embedded == database_url else None
 
-    def shortage(self, least_bytes: int = _LEAST_BYTES) -> str | None:
+    def describe_shortage(self, least_bytes: int = _LEAST_BYTES) -> str | None:
         """Return a clause that says how little room is left, if it is less than `least_bytes` beside the reserve."""
         try:
             free, inodes = free_bytes(self._folder), few_inodes(self._folder)
@@ -97,9 +97,9 @@ class DatabaseReserve:
             return f"the disk of the database has only {inodes} free"
         if free is None or free - (_RESERVE_BYTES - self._held_bytes()) >= least_bytes:
             return None
-        return f"the disk of the database has only {mib(free)} free"
+        return f"the disk of the database has only {format_mib(free)} free"
 
-    def tend(self) -> str | None:
+    def adjust_reserve(self) -> str | None:
         """Give the reserve back when space runs out, and take it again later; return a sentence if it was changed."""
         try:
             free, held = free_bytes(self._folder), self._held_bytes()
@@ -107,19 +107,19 @@ class DatabaseReserve:
                 self._file.unlink(missing_ok=True)
                 self._is_released = True
                 return (
-                    f"The disk of {self._folder} is almost full ({mib(free)} free): {mib(held)} that were reserved for "
-                    "the database are given back to it. Nothing more is stored until there is room: delete runs or "
-                    "datasets that are no longer needed, or free some space."
+                    f"The disk of {self._folder} is almost full ({format_mib(free)} free): {format_mib(held)} that "
+                    "were reserved for the database are given back to it. Nothing more is stored until there is room: "
+                    "delete runs or datasets that are no longer needed, or free some space."
                 )
             if free is not None and free >= _RESERVE_BYTES + 2 * _LEAST_BYTES and not self._file.exists():
-                self._take()
+                self._occupy_bytes()
                 was_released, self._is_released = self._is_released, False
                 return f"The disk of {self._folder} has room again: data is stored." if was_released else None
         except OSError:
             pass  # there is no such folder yet, or it cannot be used now
         return None
 
-    def _take(self) -> None:
+    def _occupy_bytes(self) -> None:
         """Occupy the bytes, or none of them."""
         with self._file.open("wb") as file:
             try:
@@ -135,6 +135,6 @@ class DatabaseReserve:
             return 0
 
 
-def mib(size: int) -> str:
+def format_mib(size: int) -> str:
     """Return a size for messages."""
     return f"{size / 2**20:,.0f} MiB"

@@ -10,7 +10,7 @@ MAX_BYTES = 16 * 2**20
 """Maximum size of a manifest."""
 
 
-def listed(text: bytes) -> dict[str, tuple[int, str]]:
+def parse_manifest(text: bytes) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of each file that a manifest names.
 
     Raises:

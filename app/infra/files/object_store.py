@@ -83,17 +83,17 @@ class ObjectFacts:
     """Seconds since 1970, by the clock of the store."""
 
 
-def _socket(address: tuple[Any, ...]) -> socket.socket:
+def _create_socket(address: tuple[Any, ...]) -> socket.socket:
     """Create a socket whose sends time out too.
 
     The timeouts of libraries concern reading only, but a store that accepts no more data must not block the sender.
     """
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENCE_SECONDS * 1000))
-    return made
+    created = socket.socket(*address[:3])
+    created.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_SILENCE_SECONDS * 1000))
+    return created
 
 
-def _options(protocol: str) -> dict[str, Any]:
+def _protocol_options(protocol: str) -> dict[str, Any]:
     if protocol != "s3":
         return {}
     # The callers have their own pauses and report them: a request to a silent store ends soon.
@@ -101,7 +101,7 @@ def _options(protocol: str) -> dict[str, Any]:
         "connect_timeout": 5,
         "read_timeout": _SILENCE_SECONDS,
         "retries": {"mode": "standard", "total_max_attempts": 2},
-        "connector_args": {"socket_factory": _socket},
+        "connector_args": {"socket_factory": _create_socket},
     }
     from aiobotocore.session import AioSession
     from botocore.handlers import add_expect_header
@@ -126,7 +126,7 @@ class ObjectStore:
         self.url = url.rstrip("/")
         protocol = url.partition("://")[0]
         try:
-            self.files, root = fsspec.url_to_fs(url, **_options(protocol))
+            self.files, root = fsspec.url_to_fs(url, **_protocol_options(protocol))
         except (ImportError, ValueError) as error:
             install = " (for S3: `pip install -c constraints.txt -e '.[s3]'` in the clone of Anneal)"
             more = install if protocol.startswith("s3") else ""
@@ -134,9 +134,9 @@ class ObjectStore:
         if protocol == "s3":
             self.files.retries = 1  # its own retries, each of which includes all tries of the library below it
         self._root = str(root).rstrip("/")
-        self.is_local = "file" in self._protocols()
+        self.is_local = "file" in self._protocol_names()
 
-    def place(self, key: str) -> str:
+    def path_of(self, key: str) -> str:
         """Return the path of a key in the file system; raise `OutsideStorage` for one that leads out of the URL."""
         refuse_outside(key)
         if "?versionId=" in key:  # s3fs would read another key, at that version
@@ -152,7 +152,7 @@ class ObjectStore:
         if self.is_local and not Path(self._root, MARK).exists() and Path(self._root).is_dir():
             with self.store_errors():
                 Path(self._root, MARK).touch()
-                _fsync(Path(self._root))
+                _fsync_folder(Path(self._root))
         self.check_root()
 
     def check_root(self) -> None:
@@ -177,16 +177,16 @@ class ObjectStore:
             StoreUnavailable: It does not answer.
         """
         try:
-            found = self.read(INSTALLATION_MARK, _MAX_ID_BYTES).decode("ascii", "replace").strip()
+            owner = self.read(INSTALLATION_MARK, _MAX_ID_BYTES).decode("ascii", "replace").strip()
         except ObjectMissing:
-            found = ""
+            owner = ""
         except OutsideStorage:
-            found = "another content"
-        if found and found == installation:
+            owner = "another content"
+        if owner and owner == installation:
             return
-        if found:
+        if owner:
             clause = (
-                f"it belongs to another installation: its file {INSTALLATION_MARK} has {found!r}, and the database "
+                f"it belongs to another installation: its file {INSTALLATION_MARK} has {owner!r}, and the database "
                 f"{installation!r}. Set ANNEAL_STORAGE to the storage of this installation, the same for the API and "
                 "all workers"
             )
@@ -199,9 +199,9 @@ class ObjectStore:
                 clause += (
                     f". If it has the files of this installation, create that file with the content {installation}"
                 )
-        raise WrongStore(clause, is_marked=bool(found))
+        raise WrongStore(clause, is_marked=bool(owner))
 
-    def claim(self, installation: str, is_ours: Callable[[], bool]) -> None:
+    def claim_for(self, installation: str, is_ours: Callable[[], bool]) -> None:
         """Mark a store that has no mark as the one of an installation, if `is_ours()` says so; then check it.
 
         Raises:
@@ -221,7 +221,7 @@ class ObjectStore:
         Raises:
             StoreUnavailable: The store accepts no more.
         """
-        path = self.place(key)
+        path = self.path_of(key)
         self.check_root()
         if self.is_local:
             return self._put_durably(Path(path), pieces)
@@ -235,7 +235,7 @@ class ObjectStore:
             with self.store_errors():
                 file.close()
         except BaseException:
-            _discard(file)
+            _discard_partial(file)
             raise
 
     def _put_durably(self, path: Path, pieces: Iterator[bytes]) -> None:
@@ -255,7 +255,7 @@ class ObjectStore:
             with self.store_errors():
                 part.replace(path)
                 for folder in path.parents:
-                    _fsync(folder)
+                    _fsync_folder(folder)
                     if folder == Path(self._root):
                         break
         except BaseException:
@@ -267,7 +267,7 @@ class ObjectStore:
         """Remove what a killed process left half written below a key of a local folder."""
         if self.is_local:
             with self.store_errors():
-                for entry in files_below(Path(self.place(key))):
+                for entry in files_below(Path(self.path_of(key))):
                     if entry.name.startswith(".") and entry.name.endswith(_PART):
                         Path(entry.path).unlink()
 
@@ -277,7 +277,7 @@ class ObjectStore:
         Raises:
             ObjectMissing, StoreUnavailable: See these.
         """
-        path = self.place(key)
+        path = self.path_of(key)
         self.check_root()
         with self.store_errors():
             try:
@@ -306,19 +306,19 @@ class ObjectStore:
         Raises:
             StoreUnavailable: Something may be left.
         """
-        path = self.place(key)
+        path = self.path_of(key)
         self.check_root()
         with self.store_errors(), suppress(FileNotFoundError):
             self.files.rm(path, recursive=True)
 
     def move(self, key: str, target: str) -> None:
         """Move all files below a key; they count as modified now."""
-        source, goal = self.place(key), self.place(target)
+        source, goal = self.path_of(key), self.path_of(target)
         if not self.is_local:
-            for one in self.list(key):
-                moved = self.place(target + one.key.removeprefix(key))
+            for file in self.list(key):
+                moved = self.path_of(target + file.key.removeprefix(key))
                 with self.store_errors():
-                    self.files.cp_file(self.place(one.key), moved)
+                    self.files.cp_file(self.path_of(file.key), moved)
             self.remove(key)
             return
         self.check_root()
@@ -331,17 +331,19 @@ class ObjectStore:
 
     def list(self, key: str) -> list[ObjectFacts]:
         """Return all files below a key."""
-        path = self.place(key)
+        path = self.path_of(key)
         self.check_root()
         with self.store_errors():
             try:
-                found = self.files.find(path, detail=True)
+                listing = self.files.find(path, detail=True)
             except FileNotFoundError:
                 return []
         prefix = path.lstrip("/")
         return [
-            ObjectFacts(f"{key}/{name.lstrip('/').removeprefix(prefix).lstrip('/')}", int(about["size"]), _time(about))
-            for name, about in found.items()
+            ObjectFacts(
+                f"{key}/{name.lstrip('/').removeprefix(prefix).lstrip('/')}", int(about["size"]), _changed_at(about)
+            )
+            for name, about in listing.items()
         ]
 
     @contextmanager
@@ -355,7 +357,7 @@ class ObjectStore:
             log.warning("%s: %s", self.url, f"{type(error).__name__}: {error}"[:_MAX_LOGGED])
             raise StoreUnavailable(*describe_store_error(error), _is_refusal(error)) from error
 
-    def _protocols(self) -> tuple[str, ...]:
+    def _protocol_names(self) -> tuple[str, ...]:
         protocol = self.files.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
@@ -401,13 +403,13 @@ class StoredFile(io.RawIOBase):
         super().close()
 
 
-def _time(about: dict[str, Any]) -> float:
+def _changed_at(about: dict[str, Any]) -> float:
     """Return the time of the last change, which each file system names in its own way; now if it has none."""
-    found = about.get("LastModified") or about.get("mtime") or about.get("created") or time.time()
-    return found.timestamp() if isinstance(found, datetime) else float(found)
+    moment = about.get("LastModified") or about.get("mtime") or about.get("created") or time.time()
+    return moment.timestamp() if isinstance(moment, datetime) else float(moment)
 
 
-def _discard(file: Any) -> None:
+def _discard_partial(file: Any) -> None:
     """Discard a partly written file, so that nothing of it arrives in the store."""
     with suppress(Exception):  # the store removes the rest by itself
         if hasattr(file, "discard"):
@@ -420,7 +422,7 @@ def _discard(file: Any) -> None:
         file.close()
 
 
-def _fsync(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -44,26 +44,26 @@ class StoreCalls:
         result: asyncio.Future[T] = loop.create_future()
         self._began[number] = time.monotonic()
 
-        def end(outcome: T | None, error: BaseException | None) -> None:
+        def end_call(outcome: T | None, error: BaseException | None) -> None:
             del self._began[number]
             self._free.release()
             if not result.done():
                 result.set_exception(error) if error else result.set_result(outcome)  # type: ignore[arg-type]
 
-        def call() -> None:
+        def run_call() -> None:
             outcome, error = None, None
             try:
                 outcome = context.run(work, *arguments, **named)
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(end, outcome, error)
+                loop.call_soon_threadsafe(end_call, outcome, error)
 
         try:
             # Not a thread of a pool, for all of which the interpreter waits at its end.
-            threading.Thread(target=call, name=f"store-{number}", daemon=True).start()
+            threading.Thread(target=run_call, name=f"store-{number}", daemon=True).start()
         except RuntimeError as error:
-            end(None, error)
+            end_call(None, error)
         try:
             async with asyncio.timeout(self._call_seconds):
                 return await result

@@ -23,7 +23,7 @@ def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
     try:
         top = os.open(folder, _FOLDER)
         try:
-            _empty(top, errors)
+            _empty_folder(top, errors)
         finally:
             os.close(top)
         if not errors:
@@ -34,7 +34,7 @@ def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
         raise errors[0]
 
 
-def _empty(top: int, errors: list[OSError]) -> None:
+def _empty_folder(top: int, errors: list[OSError]) -> None:
     """Remove what is in the open folder `top`; errors are added to the list, and their entries stay."""
     moved_names = (f".removing-{uuid4().hex}-{number}" for number in count())
     failed: set[str] = set()

@@ -28,7 +28,7 @@ def open_below(root: Path, relative: str) -> int:
         OutsideStorage: See there; `root` must not be a link either.
         OSError: The file does not exist or cannot be opened.
     """
-    *folders, name = _parts(relative)
+    *folders, name = _split_path(relative)
     folder = _open_folder(root, folders)
     try:
         file = os.open(name, _WAY | os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)  # opening a pipe would block
@@ -60,7 +60,7 @@ def create_below(root: Path, relative: str) -> int:
         OutsideStorage: See there.
         OSError: Something with that name exists, or the file cannot be created.
     """
-    *folders, name = _parts(relative)
+    *folders, name = _split_path(relative)
     folder = _open_folder(root, folders, create=True)
     try:
         return os.open(name, _WAY | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
@@ -90,8 +90,8 @@ def entries_below(
             on_unreadable("/".join(above), error)
             continue
         try:
-            with os.scandir(folder) as found:
-                for entry in found:
+            with os.scandir(folder) as entries:
+                for entry in entries:
                     path = "/".join([*above, entry.name])
                     if entry.is_dir(follow_symlinks=False):
                         if len(above) < _MAX_DEPTH:
@@ -105,10 +105,10 @@ def entries_below(
 
 def refuse_outside(relative: str) -> None:
     """Raise `OutsideStorage` for `..`, absolute paths, NUL, backslashes and empty parts."""
-    _parts(relative)
+    _split_path(relative)
 
 
-def _parts(relative: str) -> list[str]:
+def _split_path(relative: str) -> list[str]:
     parts = relative.split("/")
     if "\0" in relative or "\\" in relative or any(part in ("", ".", "..") for part in parts):
         raise OutsideStorage(f"not a path below the folder: {relative!r}")

@@ -102,7 +102,7 @@ class PolledHandle(ProcessHandle):
     def fileno(self) -> int:
         if self._watched is None:
             reading, writing = os.pipe2(os.O_CLOEXEC)
-            watcher = threading.Thread(target=self._watch, args=[writing], name="process end", daemon=True)
+            watcher = threading.Thread(target=self._watch_end, args=[writing], name="process end", daemon=True)
             try:
                 watcher.start()
             except RuntimeError:  # the user may have no more threads
@@ -112,7 +112,7 @@ class PolledHandle(ProcessHandle):
             self._watched = reading, watcher
         return self._watched[0]
 
-    def _watch(self, writing: int) -> None:
+    def _watch_end(self, writing: int) -> None:
         while not self._has_ended() and not self._closed.wait(POLL_SECONDS):
             pass
         os.close(writing)

@@ -59,14 +59,14 @@ class ProcessIdentity:
     namespace: str
 
     @classmethod
-    def of(cls, pid: int, start_time: int) -> "ProcessIdentity":
+    def of_process(cls, pid: int, start_time: int) -> "ProcessIdentity":
         """Return the identity of a process of this boot and namespace."""
         return cls(pid, start_time, boot_id(), pid_namespace())
 
     @classmethod
-    def own(cls) -> "ProcessIdentity":
+    def of_this_process(cls) -> "ProcessIdentity":
         """Return the identity of this process."""
-        return cls.of(os.getpid(), start_time(os.getpid()))
+        return cls.of_process(os.getpid(), start_time(os.getpid()))
 
     @property
     def is_near(self) -> bool:

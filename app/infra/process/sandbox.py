@@ -64,15 +64,15 @@ class SandboxProcess:
         self._silent = silent
         self._left = self._most_seconds = most_seconds
         # The pipes close with the last reference: a thread that still reads must not get a reused file descriptor.
-        self.close = weakref.finalize(self, _kill, self._process, slots)
+        self.close = weakref.finalize(self, _kill_and_release, self._process, slots)
 
     def send(self, data: bytes) -> None:
         """Write all data to the standard input."""
-        pipe = _pipe(self._process.stdin)
+        pipe = _require_pipe(self._process.stdin)
         os.set_blocking(pipe.fileno(), False)
         view = memoryview(data)
         while view:
-            self._wait(pipe, select.POLLOUT)
+            self._wait_for_pipe(pipe, select.POLLOUT)
             try:
                 view = view[os.write(pipe.fileno(), view) :]
             except BlockingIOError:
@@ -83,14 +83,14 @@ class SandboxProcess:
 
     def read(self) -> bytes:
         """Return the next bytes of the standard output, or empty bytes once the process has finished."""
-        pipe = _pipe(self._process.stdout)
-        self._wait(pipe, select.POLLIN)
+        pipe = _require_pipe(self._process.stdout)
+        self._wait_for_pipe(pipe, select.POLLIN)
         piece = os.read(pipe.fileno(), _PIECE)
         if not piece:
             self._check_end()
         return piece
 
-    def _wait(self, pipe: IO[bytes], event: int) -> None:
+    def _wait_for_pipe(self, pipe: IO[bytes], event: int) -> None:
         poll = select.poll()
         poll.register(pipe, event)
         began = time.monotonic()
@@ -117,20 +117,20 @@ def run_confined(work: Callable[[], None], most_memory: int = MAX_MEMORY_BYTES) 
     except BrokenPipeError:
         return 0
     except MemoryError:
-        return _fail(f"it takes more than {most_memory:,} bytes of memory")
+        return _exit_invalid(f"it takes more than {most_memory:,} bytes of memory")
     except RecursionError:
-        return _fail("it is nested too deeply")
+        return _exit_invalid("it is nested too deeply")
     except Exception as error:
-        return _fail(" ".join(str(error).split())[:300])
+        return _exit_invalid(" ".join(str(error).split())[:300])
     return 0
 
 
-def _fail(why: str) -> int:
+def _exit_invalid(why: str) -> int:
     print(why, file=sys.stderr)  # noqa: T201
     return EXIT_INVALID_INPUT
 
 
-def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+def _require_pipe(pipe: IO[bytes] | None) -> IO[bytes]:
     if pipe is None:
         raise ChildFailed("it has no pipe")
     return pipe
@@ -145,7 +145,7 @@ def _acquire_slot(program: str) -> threading.BoundedSemaphore:
     return slots
 
 
-def _kill(process: subprocess.Popen[bytes], slots: threading.BoundedSemaphore) -> None:
+def _kill_and_release(process: subprocess.Popen[bytes], slots: threading.BoundedSemaphore) -> None:
     process.kill()
     process.wait()
     slots.release()

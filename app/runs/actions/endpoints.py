@@ -11,7 +11,7 @@ from app.api.pagination import PageQuery
 from app.contracts.schemas.actions import ActionCreate, ActionRead
 from app.contracts.schemas.page import Page
 from app.runs.actions import service
-from app.runs.service import get as get_run
+from app.runs.service import get_run as get_run
 
 router = APIRouter(prefix="/runs/{run_id}/actions", tags=["actions"])
 
@@ -43,8 +43,8 @@ async def create_action(
     A pending run executes them once it trains.
     """
     call = f"/v1/runs/{run_id}/actions"
-    idempotency = Idempotency.of(idempotency_key, call, await request.body())
-    action = await service.create(session, run_id, body.root, caller.key_id, idempotency)
+    idempotency = Idempotency.from_header(idempotency_key, call, await request.body())
+    action = await service.create_action(session, run_id, body.root, caller.key_id, idempotency)
     after_commit.add_task(request.app.state.queue.call_worker, run_id)
     response.headers["Location"] = f"{call}/{action.id}"
     return ActionRead.model_validate(action)
@@ -54,7 +54,7 @@ async def create_action(
 async def list_actions(run_id: str, session: Session, paging: PageQuery) -> Page[ActionRead]:
     """List the actions of a run, newest first."""
     run = await get_run(session, run_id)
-    rows, has_more = await service.page(session, run.id, paging)
+    rows, has_more = await service.list_actions(session, run.id, paging)
     return Page(data=[ActionRead.model_validate(row) for row in rows], has_more=has_more)
 
 
@@ -62,4 +62,4 @@ async def list_actions(run_id: str, session: Session, paging: PageQuery) -> Page
 async def get_action(run_id: str, action_id: str, session: Session) -> ActionRead:
     """Get an action and its result."""
     run = await get_run(session, run_id)
-    return ActionRead.model_validate(await service.get(session, run.id, action_id))
+    return ActionRead.model_validate(await service.get_action(session, run.id, action_id))

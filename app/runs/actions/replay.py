@@ -14,10 +14,10 @@ def done_after(run_id: str, step: int) -> Select[Any]:
     Items have id, action, parameters and step. An attempt that resumes from `step` repeats each of them after the same
     step. Actions that took effect earlier, or after `step` itself, are part of the checkpoint.
     """
-    asked = func.jsonb_build_object(
+    action = func.jsonb_build_object(
         "id", RunAction.id, "action", RunAction.action, "parameters", RunAction.parameters, "step", RunAction.step
     )
-    found = func.jsonb_agg(aggregate_order_by(asked, RunAction.step, RunAction.id))
-    return select(func.coalesce(found, text("'[]'::jsonb"))).where(
+    actions = func.jsonb_agg(aggregate_order_by(action, RunAction.step, RunAction.id))
+    return select(func.coalesce(actions, text("'[]'::jsonb"))).where(
         RunAction.run_id == run_id, RunAction.status == "done", RunAction.step > step
     )

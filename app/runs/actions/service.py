@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import ApiError, conflict, invalid
 from app.api.idempotency import Idempotency, idempotency_key_reused
-from app.api.pagination import Paging, fetch
+from app.api.pagination import Paging, fetch_page
 from app.contracts import plugins
 from app.contracts.errors import FieldError
 from app.contracts.methods import method_of
@@ -17,7 +17,7 @@ from app.contracts.run_task import RunTask
 from app.contracts.schemas.actions import AnyAction, EvaluateAction, ExtendAction, SampleAction, SetLearningRateAction
 from app.contracts.training_config.raw_config import is_probe
 from app.infra.ids import is_id, new_id
-from app.runs.service import lock
+from app.runs.service import lock_run
 from app.tables.actions import RunAction
 from app.tables.runs import Run
 
@@ -25,8 +25,8 @@ MOST_WAITING = 20
 """Limit on waiting actions, because each lease renewal sends all of them to the worker."""
 
 
-async def create(
-    session: AsyncSession, run_id: str, wanted: AnyAction, created_by: str | None, idempotency: Idempotency | None
+async def create_action(
+    session: AsyncSession, run_id: str, request: AnyAction, created_by: str | None, idempotency: Idempotency | None
 ) -> RunAction:
     """Accept an action; a repeated idempotency key returns the same action.
 
@@ -34,8 +34,8 @@ async def create(
     (`too_many_waiting`); 422 if the action is not possible for this run.
     """
     # Locked, so that a transaction that ends the run waits, and then finds and refuses the action.
-    run = await lock(session, run_id)
-    if earlier := await _replayed(session, run, created_by, idempotency):
+    run = await lock_run(session, run_id)
+    if earlier := await _find_replay(session, run, created_by, idempotency):
         return earlier
     if run.status in TERMINAL:
         way = " Resume the run to continue training." if run.task == RunTask.train else ""
@@ -50,14 +50,14 @@ async def create(
             "too_many_waiting",
             f"Run {run_id} is {run.status} and has {MOST_WAITING} waiting actions; retry after it has executed some.",
         )
-    problems = _problems(run, wanted)
+    problems = _action_problems(run, request)
     if problems:
         raise invalid(problems)
     action = RunAction(
         id=new_id("act"),
         run_id=run.id,
-        action=wanted.action,
-        parameters=wanted.model_dump(mode="json", exclude={"action"}, exclude_none=True),
+        action=request.action,
+        parameters=request.model_dump(mode="json", exclude={"action"}, exclude_none=True),
         created_by=created_by,
         idempotency_key=idempotency.key if idempotency else None,
         request_digest=idempotency.digest if idempotency else None,
@@ -68,24 +68,24 @@ async def create(
     return action
 
 
-async def page(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[RunAction], bool]:
+async def list_actions(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[RunAction], bool]:
     """Return a page of a run's actions, newest first."""
-    return await fetch(session, select(RunAction).where(RunAction.run_id == run_id), RunAction.id, paging)
+    return await fetch_page(session, select(RunAction).where(RunAction.run_id == run_id), RunAction.id, paging)
 
 
-async def get(session: AsyncSession, run_id: str, action_id: str) -> RunAction:
+async def get_action(session: AsyncSession, run_id: str, action_id: str) -> RunAction:
     """Return an action of this run; raise 404 `action_not_found` otherwise."""
-    found = await session.get(RunAction, action_id) if is_id(action_id, "act") else None
-    if found is None or found.run_id != run_id:
+    action = await session.get(RunAction, action_id) if is_id(action_id, "act") else None
+    if action is None or action.run_id != run_id:
         raise ApiError(
             404,
             "action_not_found",
             f"Run {run_id} has no action {action_id[:60]}; list its actions with GET /v1/runs/{run_id}/actions.",
         )
-    return found
+    return action
 
 
-async def changes(session: AsyncSession, run_id: str) -> dict[str, Any]:
+async def read_config_changes(session: AsyncSession, run_id: str) -> dict[str, Any]:
     """Return the configuration fields that actions changed while the run trained, with their current values."""
     query = select(RunAction.action, RunAction.parameters).where(
         RunAction.run_id == run_id, RunAction.status == "done", RunAction.action.in_(("set_learning_rate", "extend"))
@@ -98,7 +98,7 @@ async def changes(session: AsyncSession, run_id: str) -> dict[str, Any]:
     return changed
 
 
-async def _replayed(
+async def _find_replay(
     session: AsyncSession, run: Run, created_by: str | None, idempotency: Idempotency | None
 ) -> RunAction | None:
     """Return the action created by an earlier request with this key; raise 422 if that request was different."""
@@ -116,7 +116,7 @@ async def _replayed(
     return action
 
 
-def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
+def _action_problems(run: Run, request: AnyAction) -> Sequence[FieldError]:
     if run.task != RunTask.train:
         message = (
             f"the task of the run is `{run.task}`, and actions take effect between steps of a training; stop it instead"
@@ -126,36 +126,36 @@ def _problems(run: Run, wanted: AnyAction) -> Sequence[FieldError]:
     if is_probe(config):
         message = "the run is a probe, which takes two steps and saves nothing; use the action on the run it measures"
         return [FieldError(field="action", code="not_for_a_probe", message=message)]
-    if isinstance(wanted, EvaluateAction) and run.eval_dataset_id is None and not config.get("eval_split"):
+    if isinstance(request, EvaluateAction) and run.eval_dataset_id is None and not config.get("eval_split"):
         message = "the run has no evaluation data; create it with `eval_dataset_id` or `eval_split`, and `eval_steps`"
         return [FieldError(field="action", code="no_evaluation_data", message=message)]
-    if isinstance(wanted, SampleAction) and method_of(config).has_reward_head:
+    if isinstance(request, SampleAction) and method_of(config).has_reward_head:
         message = "a reward model scores texts and cannot generate any; sample a run of another method"
         return [FieldError(field="action", code="not_for_this_method", message=message)]
-    if isinstance(wanted, SetLearningRateAction | ExtendAction) and plugins.controls_learning_rate(config):
+    if isinstance(request, SetLearningRateAction | ExtendAction) and plugins.controls_learning_rate(config):
         message = (
             "the run's optimizer or scheduler is a plugin, for which the effect of another learning rate or of more "
             "steps during training is unknown; stop the run, and resume it with the changes"
         )
         return [FieldError(field="action", code="not_with_a_plugin", message=message)]
-    if isinstance(wanted, ExtendAction):
-        return _not_longer(run, config, wanted)
+    if isinstance(request, ExtendAction):
+        return _not_longer(run, config, request)
     return []
 
 
-def _not_longer(run: Run, config: dict[str, Any], wanted: ExtendAction) -> Sequence[FieldError]:
+def _not_longer(run: Run, config: dict[str, Any], request: ExtendAction) -> Sequence[FieldError]:
     """Return an error if the run would not train longer, as far as known here; the trainer checks again."""
     total = run.total_steps or config.get("max_steps")
-    if wanted.max_steps is not None and total is not None and wanted.max_steps <= total:
+    if request.max_steps is not None and total is not None and request.max_steps <= total:
         message = f"the run already has {total} planned steps and is at step {run.current_step}; set a larger value"
         return [FieldError(field="max_steps", code="not_longer", message=message)]
-    if wanted.epochs is not None and config.get("max_steps") is None and wanted.epochs <= config["epochs"]:
+    if request.epochs is not None and config.get("max_steps") is None and request.epochs <= config["epochs"]:
         message = f"the run already has {config['epochs']:g} planned epochs; set a larger value"
         return [FieldError(field="epochs", code="not_longer", message=message)]
     stop = config.get("stop_at_step")
-    end = wanted.max_steps if wanted.max_steps is not None else (total or 0) + 1
+    end = request.max_steps if request.max_steps is not None else (total or 0) + 1
     if stop is not None and run.current_step < stop < end:
-        field = "epochs" if wanted.max_steps is None else "max_steps"
+        field = "epochs" if request.max_steps is None else "max_steps"
         message = (
             f"the run ends at step {stop}, its `stop_at_step`; after it has ended, resume it with another "
             "`stop_at_step` and more steps"

@@ -27,53 +27,53 @@ class Member:
         return -self.size % tarfile.BLOCKSIZE
 
 
-def members(folder: FileFolder, name: str) -> list[Member]:
+def list_members(folder: FileFolder, name: str) -> list[Member]:
     """List all files of `folder`, sorted by path, archived below `name`; links are skipped."""
-    found = []
-    for one in folder.files()[0]:
-        info = tarfile.TarInfo(f"{name}/{one.path}")
-        info.size, info.mode, info.mtime = one.bytes, 0o644, one.modified
+    members = []
+    for file in folder.list_files()[0]:
+        info = tarfile.TarInfo(f"{name}/{file.path}")
+        info.size, info.mode, info.mtime = file.bytes, 0o644, file.modified
         header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        found.append(Member(one.path, header, one.bytes))
-    return found
+        members.append(Member(file.path, header, file.bytes))
+    return members
 
 
-def size(archived: Sequence[Member]) -> int:
-    """Return the number of bytes that `stream` yields."""
+def archive_size(archived: Sequence[Member]) -> int:
+    """Return the number of bytes that `stream_archive` yields."""
     return sum(len(one.header) + one.size + one.padding for one in archived) + len(_END)
 
 
-def stream(folder: FileFolder, archived: Sequence[Member]) -> Iterator[bytes]:
+def stream_archive(folder: FileFolder, archived: Sequence[Member]) -> Iterator[bytes]:
     """Yield the archive in pieces; raise OSError if a file changed, because the announced size no longer holds."""
-    for one in archived:
-        yield one.header
-        left = one.size
-        for piece in folder.pieces(one.path, one.size) if left else ():
+    for member in archived:
+        yield member.header
+        left = member.size
+        for piece in folder.read_chunks(member.path, member.size) if left else ():
             part = piece[:left]
             left -= len(part)
             yield part
             if not left:
                 break
         if left:
-            raise OSError(f"{one.path} was truncated while it was sent")
-        yield bytes(one.padding)
+            raise OSError(f"{member.path} was truncated while it was sent")
+        yield bytes(member.padding)
     yield _END
 
 
 async def tar_response(storage: Storage, folder: FileFolder, name: str) -> StreamingResponse:
     """Return a response that sends all files of `folder`, a folder of the storage, as `name`.tar."""
-    archived = await storage.in_thread(members, folder, name)
+    archived = await storage.in_thread(list_members, folder, name)
     headers = {
-        "Content-Length": str(size(archived)),
+        "Content-Length": str(archive_size(archived)),
         "Content-Disposition": f'attachment; filename="{name}.tar"',
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "private, no-store",
     }
-    pieces = stream(folder, archived)
-    content = pieces if storage.objects is None else _fetched(storage, pieces)
+    pieces = stream_archive(folder, archived)
+    content = pieces if storage.objects is None else _read_in_threads(storage, pieces)
     return StreamingResponse(content, media_type="application/x-tar", headers=headers)
 
 
-async def _fetched(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _read_in_threads(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     while (piece := await storage.in_thread(next, pieces, None)) is not None:
         yield piece

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
 
-from app.api.dependencies import CurrentStorage, Session, release
+from app.api.dependencies import CurrentStorage, Session, release_connection
 from app.api.open_responses import DownloadLimit
 from app.contracts.schemas.artifacts import Artifacts
 from app.runs.artifacts import service
@@ -26,8 +26,8 @@ _FILE: dict[int | str, dict[str, Any]] = {
 async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the files of the fine-tuned model: weights, tokenizer, model card, metrics."""
     folder = await service.output_folder(session, storage, run_id)
-    await release(session)
-    return await storage.in_thread(service.listed, folder)
+    await release_connection(session)
+    return await storage.in_thread(service.list_artifacts, folder)
 
 
 @router.get(
@@ -39,7 +39,7 @@ async def list_artifacts(run_id: str, session: Session, storage: CurrentStorage)
 async def download_artifacts(run_id: str, session: Session, storage: CurrentStorage) -> StreamingResponse:
     """Download all files in one tar archive, generated while it is sent: `curl … | tar x`."""
     folder = await service.output_folder(session, storage, run_id)
-    await release(session)
+    await release_connection(session)
     return await tar_response(storage, folder, run_id)
 
 
@@ -47,16 +47,16 @@ async def download_artifacts(run_id: str, session: Session, storage: CurrentStor
 async def download_artifact(run_id: str, path: str, session: Session, storage: CurrentStorage) -> FileResponse:
     """Download one file, whole or the requested ranges."""
     folder = await service.output_folder(session, storage, run_id)
-    await release(session)
-    return await storage.in_thread(folder.response, path)
+    await release_connection(session)
+    return await storage.in_thread(folder.file_response, path)
 
 
 @router.get("/attempts/{attempt}/artifacts", responses=_MANY)
 async def list_attempt_artifacts(run_id: str, attempt: int, session: Session, storage: CurrentStorage) -> Artifacts:
     """List the records of an attempt, however it ended: metrics, memory profile, distributions, TensorBoard files."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    await release(session)
-    return await storage.in_thread(service.listed, folder)
+    await release_connection(session)
+    return await storage.in_thread(service.list_artifacts, folder)
 
 
 @router.get(
@@ -70,5 +70,5 @@ async def download_attempt_artifact(
 ) -> FileResponse:
     """Download one record of an attempt, whole or the requested ranges."""
     folder = await service.attempt_folder(session, storage, run_id, attempt)
-    await release(session)
-    return await storage.in_thread(folder.response, path)
+    await release_connection(session)
+    return await storage.in_thread(folder.file_response, path)

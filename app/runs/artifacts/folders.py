@@ -10,7 +10,7 @@ from typing import Protocol
 
 from starlette.responses import FileResponse
 
-from app.api.errors import ApiError, conflict, printable
+from app.api.errors import ApiError, conflict, to_printable
 from app.api.file_response import OpenFileResponse
 from app.infra.files import file_manifest
 from app.infra.files.object_store import ObjectMissing, ObjectStore
@@ -42,21 +42,21 @@ class FileFolder(Protocol):
     listed, and archives and other systems would read it as another one.
     """
 
-    def files(self) -> tuple[list[FileFacts], int]:
+    def list_files(self) -> tuple[list[FileFacts], int]:
         """Return the files, sorted by path, and the number of those left out.
 
         Raises:
             ApiError: 404 if the folder is missing, 409 if it has more than `MAX_FILES` files and folders.
         """
 
-    def pieces(self, path: str, size: int) -> Iterator[bytes]:
+    def read_chunks(self, path: str, size: int) -> Iterator[bytes]:
         """Yield the content of a file that was listed with `size` bytes.
 
         Raises:
             OSError, StoreUnavailable: It cannot be read, or is another one in the store.
         """
 
-    def response(self, path: str) -> FileResponse:
+    def file_response(self, path: str) -> FileResponse:
         """Return a response that sends one file, whole or the requested ranges; raise 404 if there is none."""
 
 
@@ -67,10 +67,10 @@ class LocalFolder:
         self._folder = folder
         self._is_wanted = is_wanted
 
-    def files(self) -> tuple[list[FileFacts], int]:
+    def list_files(self) -> tuple[list[FileFacts], int]:
         if self._folder.is_symlink() or not self._folder.is_dir():
-            raise _missing()
-        found: list[FileFacts] = []
+            raise _missing_error()
+        files: list[FileFacts] = []
         seen = left_out = 0
         for path, status in entries_below(self._folder):
             if not self._is_wanted(path):
@@ -79,12 +79,12 @@ class LocalFolder:
             if seen > MAX_FILES:
                 raise _too_many()
             if status is not None and is_plain_path(path):
-                found.append(FileFacts(path, status.st_size, int(status.st_mtime)))
+                files.append(FileFacts(path, status.st_size, int(status.st_mtime)))
             elif status is not None:
                 left_out += 1
-        return sorted(found), left_out
+        return sorted(files), left_out
 
-    def pieces(self, path: str, size: int) -> Iterator[bytes]:
+    def read_chunks(self, path: str, size: int) -> Iterator[bytes]:
         try:
             descriptor = open_below(self._folder, path)
         except OutsideStorage as error:
@@ -93,7 +93,7 @@ class LocalFolder:
             while piece := file.read(_PIECE):
                 yield piece
 
-    def response(self, path: str) -> FileResponse:
+    def file_response(self, path: str) -> FileResponse:
         if not self._is_wanted(path) or not is_plain_path(path):
             raise _no_such_artifact(path)
         try:
@@ -126,20 +126,20 @@ class StoredFolder:
         self._digests: dict[str, str | None] = {}
         """SHA-256 of each file that was listed."""
 
-    def files(self) -> tuple[list[FileFacts], int]:
-        text = self._manifest()
-        listed = self._listed(text)
+    def list_files(self) -> tuple[list[FileFacts], int]:
+        text = self._read_manifest()
+        listed = self._parse_manifest(text)
         if len(listed) > MAX_FILES:
             raise _too_many()
         left_out = json.loads(text).get("left_out", 0)
         self._digests = {path: sha256 for path, (_, sha256) in listed.items()}
-        found = [
+        files = [
             FileFacts(path, size, int(self._modified)) for path, (size, _) in listed.items() if is_plain_path(path)
         ]
         hidden = left_out if isinstance(left_out, int) else 0
-        return sorted(found), len(listed) - len(found) + hidden
+        return sorted(files), len(listed) - len(files) + hidden
 
-    def pieces(self, path: str, size: int) -> Iterator[bytes]:
+    def read_chunks(self, path: str, size: int) -> Iterator[bytes]:
         try:
             with self._objects.open(f"{self._key}/{path}") as file:
                 if file.size != size:
@@ -154,8 +154,8 @@ class StoredFolder:
         except ObjectMissing as error:
             raise OSError(f"{path} is missing") from error
 
-    def response(self, path: str) -> FileResponse:
-        size, sha256 = self._listed(self._manifest()).get(path, (None, None))
+    def file_response(self, path: str) -> FileResponse:
+        size, sha256 = self._parse_manifest(self._read_manifest()).get(path, (None, None))
         if not is_plain_path(path) or size is None:
             raise _no_such_artifact(path)
         try:
@@ -164,34 +164,34 @@ class StoredFolder:
             raise _no_such_artifact(path) from None
         if file.size != size:
             file.close()
-            raise _corrupt()
+            raise _corrupt_error()
         name, headers = path.rpartition("/")[2], {"ETag": f'"{sha256}"'}
         return OpenFileResponse(
             file, self._calls, filename=name, modified=self._modified, headers=headers, sha256=sha256
         )
 
-    def _listed(self, text: bytes) -> dict[str, tuple[int, str | None]]:
+    def _parse_manifest(self, text: bytes) -> dict[str, tuple[int, str | None]]:
         try:
-            listed: dict[str, tuple[int, str | None]] = {**file_manifest.listed(text)}
+            listed: dict[str, tuple[int, str | None]] = {**file_manifest.parse_manifest(text)}
         except ValueError:
-            raise _corrupt() from None
+            raise _corrupt_error() from None
         if self._manifest_key == f"{self._key}/{file_manifest.MANIFEST}":
             listed[file_manifest.MANIFEST] = (len(text), self._sha256)
         return listed
 
-    def _manifest(self) -> bytes:
+    def _read_manifest(self) -> bytes:
         try:
             text = self._objects.read(self._manifest_key, file_manifest.MAX_BYTES)
         except ObjectMissing:
-            raise _missing() from None
+            raise _missing_error() from None
         except OutsideStorage:
-            raise _corrupt() from None
+            raise _corrupt_error() from None
         if hashlib.sha256(text).hexdigest() != self._sha256:
-            raise _corrupt()
+            raise _corrupt_error()
         return text
 
 
-def _missing() -> ApiError:
+def _missing_error() -> ApiError:
     return ApiError(
         404,
         "artifacts_missing",
@@ -200,7 +200,7 @@ def _missing() -> ApiError:
     )
 
 
-def _corrupt() -> ApiError:
+def _corrupt_error() -> ApiError:
     return conflict(
         "artifacts_corrupt",
         "The files in the storage are not those that were stored; restore the storage, or resume the run to create "
@@ -220,5 +220,5 @@ def _no_such_artifact(path: str) -> ApiError:
     return ApiError(
         404,
         "artifact_not_found",
-        f"There is no artifact {printable(path, 100)}; list this run's artifacts to see their paths.",
+        f"There is no artifact {to_printable(path, 100)}; list this run's artifacts to see their paths.",
     )

@@ -55,8 +55,8 @@ async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, a
     if storage.objects is None:
         return LocalFolder(folder, is_record)
     query = select(Attempt.records_sha256, Attempt.ended_at).where(Attempt.run_id == run_id, Attempt.attempt == attempt)
-    found = (await session.execute(query)).one_or_none()
-    if found is None or found.records_sha256 is None:
+    attempt_row = (await session.execute(query)).one_or_none()
+    if attempt_row is None or attempt_row.records_sha256 is None:
         raise ApiError(
             404,
             "artifacts_missing",
@@ -64,9 +64,9 @@ async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, a
             "worker that was lost has sent none.",
         )
     described = storage.key_of(storage.records_manifest(run_id, attempt))
-    modified = found.ended_at.timestamp() if found.ended_at else 0.0
+    modified = attempt_row.ended_at.timestamp() if attempt_row.ended_at else 0.0
     return StoredFolder(
-        storage.objects, storage.calls, storage.key_of(folder), described, found.records_sha256, modified
+        storage.objects, storage.calls, storage.key_of(folder), described, attempt_row.records_sha256, modified
     )
 
 
@@ -85,7 +85,7 @@ def checkpoint_folder(storage: Storage, checkpoint: Checkpoint) -> FileFolder:
     return StoredFolder(storage.objects, storage.calls, key, described, checkpoint.manifest_sha256, modified)
 
 
-def listed(folder: FileFolder) -> Artifacts:
+def list_artifacts(folder: FileFolder) -> Artifacts:
     """Return the files of `folder`, sorted by path; links are neither followed nor listed."""
-    found, left_out = folder.files()
-    return Artifacts(data=[Artifact(path=one.path, bytes=one.bytes) for one in found], left_out=left_out)
+    files, left_out = folder.list_files()
+    return Artifacts(data=[Artifact(path=one.path, bytes=one.bytes) for one in files], left_out=left_out)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
-from app.api.dependencies import CurrentStorage, Session, release
+from app.api.dependencies import CurrentStorage, Session, release_connection
 from app.api.open_responses import DownloadLimit
 from app.api.pagination import PageQuery
 from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
@@ -13,7 +13,7 @@ from app.contracts.schemas.page import Page
 from app.runs.artifacts.archive import tar_response
 from app.runs.artifacts.service import checkpoint_folder
 from app.runs.checkpoints import service
-from app.runs.service import get as get_run
+from app.runs.service import get_run as get_run
 from app.tables.checkpoints import Checkpoint
 
 router = APIRouter(prefix="/runs/{run_id}/checkpoints", tags=["checkpoints"])
@@ -23,15 +23,15 @@ router = APIRouter(prefix="/runs/{run_id}/checkpoints", tags=["checkpoints"])
 async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> Page[CheckpointRead]:
     """List checkpoints whose files exist, newest first."""
     run = await get_run(session, run_id)
-    rows, has_more = await service.page(session, run.id, paging)
-    return Page(data=await _shown(session, run.id, rows), has_more=has_more)
+    rows, has_more = await service.list_checkpoints(session, run.id, paging)
+    return Page(data=await _mark_best(session, run.id, rows), has_more=has_more)
 
 
 @router.get("/{checkpoint_id}")
 async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> CheckpointRead:
     """Get a checkpoint."""
     run = await get_run(session, run_id)
-    (shown,) = await _shown(session, run.id, [await service.get(session, run.id, checkpoint_id)])
+    (shown,) = await _mark_best(session, run.id, [await service.get_checkpoint(session, run.id, checkpoint_id)])
     return shown
 
 
@@ -39,7 +39,9 @@ async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> C
 async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit, session: Session) -> CheckpointRead:
     """Pin or unpin a checkpoint."""
     run = await get_run(session, run_id)
-    (shown,) = await _shown(session, run.id, [await service.pin(session, run.id, checkpoint_id, body.pinned)])
+    (shown,) = await _mark_best(
+        session, run.id, [await service.pin_checkpoint(session, run.id, checkpoint_id, body.pinned)]
+    )
     return shown
 
 
@@ -54,12 +56,12 @@ async def download_checkpoint(
 ) -> StreamingResponse:
     """Download the files of a checkpoint in one tar archive, generated while it is sent."""
     run = await get_run(session, run_id)
-    found = await service.get(session, run.id, checkpoint_id)
-    folder = checkpoint_folder(storage, found)
-    await release(session)
-    return await tar_response(storage, folder, found.id)
+    checkpoint = await service.get_checkpoint(session, run.id, checkpoint_id)
+    folder = checkpoint_folder(storage, checkpoint)
+    await release_connection(session)
+    return await tar_response(storage, folder, checkpoint.id)
 
 
-async def _shown(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:
+async def _mark_best(session: Session, run_id: str, rows: Sequence[Checkpoint]) -> list[CheckpointRead]:
     best = await service.best_good(session, run_id)
     return [CheckpointRead.model_validate(row).model_copy(update={"is_best": row is best}) for row in rows]

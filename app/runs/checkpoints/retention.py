@@ -9,21 +9,21 @@ from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
 
-def restorable(run_id: str, below_step: int | None = None) -> Executable:
+def select_restorable(run_id: str, below_step: int | None = None) -> Executable:
     """Select the restorable checkpoints of a run (not deleted, not known to be corrupt), furthest first."""
-    kept = [Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None)]
+    conditions = [Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None)]
     if below_step is not None:
-        kept.append(Checkpoint.step < below_step)
-    return select(Checkpoint).where(*kept).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
+        conditions.append(Checkpoint.step < below_step)
+    return select(Checkpoint).where(*conditions).order_by(Checkpoint.step.desc(), Checkpoint.id.desc())
 
 
-def eval_score(one: Any) -> ColumnElement[float]:
+def eval_score(checkpoint: Any) -> ColumnElement[float]:
     """Return the evaluation score of a checkpoint, lower is better; null if these weights were not evaluated."""
     # A run has either losses or rewards.
-    return func.coalesce(one.metrics["eval_loss"].as_float(), -one.metrics["eval_reward"].as_float())
+    return func.coalesce(checkpoint.metrics["eval_loss"].as_float(), -checkpoint.metrics["eval_reward"].as_float())
 
 
-def retire(connection: Connection, run_id: str, keep: int) -> list[tuple[int, str]]:
+def retire_checkpoints(connection: Connection, run_id: str, keep: int) -> list[tuple[int, str]]:
     """Mark all but the `keep` newest checkpoints as deleted; return attempt and name of each.
 
     Their folders must be removed after the commit.
@@ -35,20 +35,22 @@ def retire(connection: Connection, run_id: str, keep: int) -> list[tuple[int, st
     # One statement would not, since it sees what was there when it began.
     there = select(Checkpoint.id).where(Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None))
     connection.execute(there.order_by(Checkpoint.id).with_for_update(key_share=True)).all()
-    gone = connection.execute(_retire(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name))
+    gone = connection.execute(_mark_retired(run_id, keep).returning(Checkpoint.attempt, Checkpoint.name))
     return [(attempt, name) for attempt, name in gone]
 
 
-def _retire(run_id: str, keep: int) -> Update:
-    one = aliased(Checkpoint)
-    there = select(one.id).where(one.run_id == run_id, one.deleted_at.is_(None), one.bad_reason.is_(None))
+def _mark_retired(run_id: str, keep: int) -> Update:
+    candidate = aliased(Checkpoint)
+    there = select(candidate.id).where(
+        candidate.run_id == run_id, candidate.deleted_at.is_(None), candidate.bad_reason.is_(None)
+    )
     # An attempt may start before the furthest saved step: that one may be on another machine that has not sent it.
     # Its worker can then resume only from checkpoints that this attempt saves, so the newest is kept.
-    newest = there.order_by(one.attempt.desc(), one.step.desc(), one.id.desc()).limit(max(keep, 1))
-    # The furthest is kept as well: `restorable` returns it first, and a worker that has it resumes from it.
-    furthest = there.order_by(one.step.desc(), one.id.desc()).limit(1)
+    newest = there.order_by(candidate.attempt.desc(), candidate.step.desc(), candidate.id.desc()).limit(max(keep, 1))
+    # The furthest is kept as well: `select_restorable` returns it first, and a worker that has it resumes from it.
+    furthest = there.order_by(candidate.step.desc(), candidate.id.desc()).limit(1)
     used = exists().where(Run.resume_checkpoint_id == Checkpoint.id)
-    best = there.where(eval_score(one).is_not(None)).order_by(eval_score(one), one.step).limit(1)
+    best = there.where(eval_score(candidate).is_not(None)).order_by(eval_score(candidate), candidate.step).limit(1)
     return (
         update(Checkpoint)
         .where(
@@ -65,11 +67,11 @@ def _retire(run_id: str, keep: int) -> Update:
 
 
 def retire_ended(run_id: str) -> Executable:
-    """Do the same as `retire` for an ended run, of which one checkpoint is enough."""
-    return _retire(run_id, 1).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
+    """Do the same as `retire_checkpoints` for an ended run, of which one checkpoint is enough."""
+    return _mark_retired(run_id, 1).returning(Checkpoint.attempt, Checkpoint.name, Checkpoint.bytes)
 
 
-def retired(run_id: str) -> Executable:
+def select_retired(run_id: str) -> Executable:
     """Select attempt and name of deleted checkpoints; a crash between marking and removal may leave their folders."""
     return select(Checkpoint.attempt, Checkpoint.name).where(
         Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_not(None)

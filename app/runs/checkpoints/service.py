@@ -7,10 +7,10 @@ from sqlalchemy.dialects.postgresql import ARRAY, array
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.errors import ApiError
-from app.api.pagination import Paging, fetch
+from app.api.pagination import Paging, fetch_page
 from app.infra.ids import is_id
 from app.runs.checkpoints.retention import eval_score
-from app.runs.service import lock
+from app.runs.service import lock_run
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
@@ -18,43 +18,43 @@ _BADNESS = eval_score(Checkpoint)
 _LAST_SAVES = 5
 
 
-def _good() -> Select[Checkpoint]:
+def _select_good() -> Select[Checkpoint]:
     return select(Checkpoint).where(Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
 
 
-async def page(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[Checkpoint], bool]:
+async def list_checkpoints(session: AsyncSession, run_id: str, paging: Paging) -> tuple[list[Checkpoint], bool]:
     """Return a page of a run's checkpoints whose files exist, newest first."""
     query = select(Checkpoint).where(Checkpoint.run_id == run_id, Checkpoint.deleted_at.is_(None))
-    return await fetch(session, query, Checkpoint.id, paging)
+    return await fetch_page(session, query, Checkpoint.id, paging)
 
 
-async def get(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpoint:
+async def get_checkpoint(session: AsyncSession, run_id: str, checkpoint_id: str) -> Checkpoint:
     """Return a checkpoint of this run whose files exist; raise 404 `checkpoint_not_found` otherwise."""
-    found = await session.get(Checkpoint, checkpoint_id) if is_id(checkpoint_id, "ckpt") else None
-    if found is None or found.run_id != run_id or found.deleted_at is not None:
+    checkpoint = await session.get(Checkpoint, checkpoint_id) if is_id(checkpoint_id, "ckpt") else None
+    if checkpoint is None or checkpoint.run_id != run_id or checkpoint.deleted_at is not None:
         raise ApiError(
             404,
             "checkpoint_not_found",
             f"Run {run_id} has no checkpoint {checkpoint_id[:60]}; list its checkpoints with "
             f"GET /v1/runs/{run_id}/checkpoints.",
         )
-    return found
+    return checkpoint
 
 
-async def pin(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bool) -> Checkpoint:
+async def pin_checkpoint(session: AsyncSession, run_id: str, checkpoint_id: str, pinned: bool) -> Checkpoint:
     """Set or clear a checkpoint's pin, which protects it from retention, and its run from deletion."""
     # Lock the run, which a concurrent request may be deleting, and the row: retention may be marking it now.
-    await lock(session, run_id, for_child=True)
+    await lock_run(session, run_id, for_child=True)
     query = select(Checkpoint).where(Checkpoint.id == checkpoint_id).execution_options(populate_existing=True)
     await session.execute(query.with_for_update())
-    found = await get(session, run_id, checkpoint_id)
-    found.pinned = pinned
+    checkpoint = await get_checkpoint(session, run_id, checkpoint_id)
+    checkpoint.pinned = pinned
     await session.flush()
-    return found
+    return checkpoint
 
 
 def preferred_place(run: Any) -> ColumnElement[Any]:
-    """Return `[step, attempt]` of the checkpoint that `preferred` selects, as a column for a query on `run`."""
+    """Return `[step, attempt]` of the one that `preferred_checkpoint` selects, as a column of a query on `run`."""
     place = array([Checkpoint.step, Checkpoint.attempt])
     good = (Checkpoint.run_id == run.id, Checkpoint.deleted_at.is_(None), Checkpoint.bad_reason.is_(None))
     furthest = select(func.max(place)).where(*good).scalar_subquery()
@@ -65,7 +65,7 @@ def preferred_place(run: Any) -> ColumnElement[Any]:
     return case((is_best, func.coalesce(best, furthest)), else_=furthest)
 
 
-async def preferred(session: AsyncSession, run: Run) -> Checkpoint | None:
+async def preferred_checkpoint(session: AsyncSession, run: Run) -> Checkpoint | None:
     """Return the default checkpoint for resuming a run: the furthest restorable one.
 
     For a run that was stopped with mode `best`, it is the one with the best evaluation.
@@ -79,7 +79,7 @@ async def preferred(session: AsyncSession, run: Run) -> Checkpoint | None:
 
 async def best_good(session: AsyncSession, run_id: str) -> Checkpoint | None:
     """Return the restorable checkpoint with the lowest evaluation loss or highest reward; the earlier one on a tie."""
-    query = _good().where(Checkpoint.run_id == run_id, _BADNESS.is_not(None))
+    query = _select_good().where(Checkpoint.run_id == run_id, _BADNESS.is_not(None))
     return await session.scalar(query.order_by(_BADNESS, Checkpoint.step).limit(1))
 
 
@@ -94,7 +94,7 @@ async def slowest_save(session: AsyncSession, run_id: str) -> float | None:
 
 async def furthest_good(session: AsyncSession, run_id: str, most_step: int | None = None) -> Checkpoint | None:
     """Return the furthest restorable checkpoint of a run, at or before `most_step`."""
-    query = _good().where(Checkpoint.run_id == run_id)
+    query = _select_good().where(Checkpoint.run_id == run_id)
     if most_step is not None:
         query = query.where(Checkpoint.step <= most_step)
     return await session.scalar(query.order_by(Checkpoint.step.desc(), Checkpoint.id.desc()).limit(1))

@@ -19,7 +19,7 @@ def _is_abandoned() -> ColumnElement[bool]:
     return Checkpoint.replica_started_at < func.clock_timestamp() - _ABANDONED
 
 
-def begin(checkpoint_id: str, noted: datetime | None) -> Executable:
+def claim_upload(checkpoint_id: str, noted: datetime | None) -> Executable:
     """Claim or renew the upload of a checkpoint; no row if it is not to be sent or another worker sends it.
 
     Repeat at least every few minutes with the last returned `replica_started_at` as `noted`. Otherwise another worker
@@ -72,7 +72,7 @@ def is_to_be_sent() -> ColumnElement[bool]:
     return _WANTED
 
 
-def overdue(before: str | None = None) -> Executable:
+def select_overdue(before: str | None = None) -> Executable:
     """Return one page of checkpoints that no worker sends, newest first: theirs is gone or behind.
 
     `before` is the last id of the previous page.
@@ -114,7 +114,7 @@ def to_remove(after: str = "") -> Executable:
     )
 
 
-def removed(checkpoint_id: str, noted: datetime) -> Executable:
+def record_removal(checkpoint_id: str, noted: datetime) -> Executable:
     """Record that a checkpoint is removed from the store, unless another worker has started an upload after `noted`."""
     return (
         update(Checkpoint)

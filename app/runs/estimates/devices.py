@@ -8,7 +8,7 @@ from app.contracts.gpus import Gpu, find_gpu
 from app.contracts.schemas.estimates import EstimatedDevice
 from app.contracts.schemas.runs.placement import Placement
 from app.tables.workers import Device, Worker
-from app.workers.queries import meets, online
+from app.workers.queries import device_conditions, online_conditions
 
 
 async def online_devices(
@@ -17,8 +17,8 @@ async def online_devices(
     """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those of a `request`."""
     query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
     if request is not None:
-        query = query.where(*meets(request.kind, request))
-    rows = (await session.execute(query.where(*online(settings, backend)))).all()
+        query = query.where(*device_conditions(request.kind, request))
+    rows = (await session.execute(query.where(*online_conditions(settings, backend)))).all()
     devices = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
     return sorted(devices, key=lambda device: (device.kind == "cuda", device.memory_mb or 0), reverse=True)
 

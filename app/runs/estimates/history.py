@@ -48,7 +48,7 @@ class Speed:
     sentences: tuple[str, ...]
 
 
-async def speed(
+async def estimate_speed(
     session: AsyncSession, config: TrainingConfig, device: tuple[str, str | None], devices: int, work: RunFlops
 ) -> Speed:
     """Estimate the duration of `work` on some devices (kind, name); `config` is the effective configuration.
@@ -56,7 +56,7 @@ async def speed(
     Rates are those of each device, so that runs on other numbers of devices count where none had as many.
     """
     same = select(AttemptTimings.run_id).where(
-        AttemptTimings.similarity_key == _likeness(config.method, config.base_model)
+        AttemptTimings.similarity_key == _method_and_model_key(config.method, config.base_model)
     )
     newest = list((await session.scalars(same.order_by(AttemptTimings.run_id.desc()).limit(_LATEST))).unique())
     near = [
@@ -65,13 +65,15 @@ async def speed(
     if near := _of_as_many(near, devices):
         rate = median(one.tokens for one in near)
         said = f"{_earlier_runs(near)} of the same model and method processed {rate:,.0f} tokens per second per"
-        return _speed(work.tokens / rate, devices, near, "history", f"{said} device here (median).")
-    others = [one for one in await _measured_on(session, await _others(session, config), device) if one.operations]
+        return _speed_on_devices(work.tokens / rate, devices, near, "history", f"{said} device here (median).")
+    others = [
+        one for one in await _measured_on(session, await _comparable_runs(session, config), device) if one.operations
+    ]
     if others := _of_as_many(others, devices):
         rate = median(one.operations for one in others)
         said = f"{_earlier_runs(others)} on this kind of device reached {rate / 1e12:.3g} TFLOP/s per device (median)"
         said += "; the same speed is assumed for this run."
-        return _speed(work.training / rate, devices, others, "comparable", said)
+        return _speed_on_devices(work.training / rate, devices, others, "comparable", said)
     gpu = find_gpu(device[1]) if device[0] == "cuda" else None
     rate = ASSUMED_SPEED[device[0]] if gpu is None else gpu.training_speed
     where = gpu.name if gpu is not None else "a GPU" if device[0] == "cuda" else "a CPU"
@@ -79,7 +81,7 @@ async def speed(
     said += "." if gpu is None else f", {REACHED_SHARE:.0%} of its data sheet."
     if work.writing:
         said += " Completions are generated one token at a time, which is slower, so expect a longer run."
-    return _speed((work.training + work.writing) / rate, devices, [], "assumed", said)
+    return _speed_on_devices((work.training + work.writing) / rate, devices, [], "assumed", said)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class _Work(BaseModel):
     max_seq_length: Annotated[int, Field(ge=1)] | None
 
     @classmethod
-    def read(cls, effective: Any) -> "_Work | None":
+    def from_effective(cls, effective: Any) -> "_Work | None":
         """Return the fields of a configuration as the trainer reported it, if they are valid."""
         try:
             return cls.model_validate(effective)
@@ -121,7 +123,7 @@ def _of_as_many(rates: list[_Rate], devices: int) -> list[_Rate]:
     return [one for one in rates if one.devices == devices] or rates
 
 
-def _speed(
+def _speed_on_devices(
     on_one: float, devices: int, measured: list[_Rate], source: Literal["history", "comparable", "assumed"], said: str
 ) -> Speed:
     """Return the speed on several devices from the seconds on one, and the assumption that this makes."""
@@ -129,7 +131,7 @@ def _speed(
     return Speed(on_one / devices, source, (said, _SCALES) if is_scaled else (said,))
 
 
-def _likeness(method: str, base_model: str) -> str:
+def _method_and_model_key(method: str, base_model: str) -> str:
     return similarity_key(_BACKEND, {"method": method, "base_model": base_model})
 
 
@@ -151,17 +153,17 @@ def _is_like(measured: _Rate, config: TrainingConfig, length: int) -> bool:
     return 0.5 <= measured_length / requested_length <= 2
 
 
-async def _others(session: AsyncSession, config: TrainingConfig) -> list[str]:
+async def _comparable_runs(session: AsyncSession, config: TrainingConfig) -> list[str]:
     """Return the newest runs that have trained; runs that generate are compared only with each other."""
     query = select(AttemptTimings.run_id, AttemptTimings.similarity_key).order_by(
         AttemptTimings.run_id.desc(), AttemptTimings.attempt.desc()
     )
     rows = (await session.execute(query.limit(_LATEST_OF_ALL))).all()
-    generating = tuple(_likeness(method.name, "") for method in METHODS.values() if method.generates)
+    generating = tuple(_method_and_model_key(method.name, "") for method in METHODS.values() if method.generates)
     generates = config.generation is not None
     ours = [one for one in rows if one.similarity_key.startswith(f"{_BACKEND} ")]
-    found = [one.run_id for one in ours if one.similarity_key.startswith(generating) == generates]
-    return list(dict.fromkeys(found))[:_LATEST]
+    run_ids = [one.run_id for one in ours if one.similarity_key.startswith(generating) == generates]
+    return list(dict.fromkeys(run_ids))[:_LATEST]
 
 
 async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[str, str | None]) -> list[_Rate]:
@@ -169,7 +171,7 @@ async def _measured_on(session: AsyncSession, ids: Sequence[str], device: tuple[
     if not ids:
         return []
     kind, name = device
-    first, speeds = await _first(session, ids), await _speeds(session, ids)
+    first, speeds = await _first_reports(session, ids), await _read_speeds(session, ids)
     rates = []
     for run_id, tokens in speeds.items():
         if run_id not in first:
@@ -188,18 +190,18 @@ def _is_within(value: float, bounds: tuple[float, float]) -> bool:
     return bounds[0] <= value <= bounds[1]
 
 
-async def measured(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
+async def measured_usage(session: AsyncSession, run_id: str) -> tuple[float | None, float | None, float | None]:
     """Return peak memory (MiB), peak reserved memory (MiB) and latest tokens per second over all attempts of a run."""
-    rows = (await session.execute(_rollups([run_id]))).all()
-    return _highest(rows, *_MEMORY), _highest(rows, _RESERVED), (_newest(rows) if rows else None)
+    rows = (await session.execute(_select_rollups([run_id]))).all()
+    return _highest_peak(rows, *_MEMORY), _highest_peak(rows, _RESERVED), (_newest_speed(rows) if rows else None)
 
 
-def _highest(rows: Sequence[Any], *names: str) -> float | None:
+def _highest_peak(rows: Sequence[Any], *names: str) -> float | None:
     peaks = [row.series[name][_MAX] for row in rows for name in names if name in row.series]
     return max((peak for peak in peaks if peak is not None and _is_within(peak, (0.0, _MOST_MB))), default=None)
 
 
-def _rollups(ids: Sequence[str]) -> Any:
+def _select_rollups(ids: Sequence[str]) -> Any:
     """Build the query for the top-level metric roll-ups of runs, oldest first."""
     table = MetricRollup
     query = select(table.run_id, table.series).where(
@@ -208,21 +210,23 @@ def _rollups(ids: Sequence[str]) -> Any:
     return query.order_by(table.run_id, table.attempt, table.segment)
 
 
-def _newest(rows: Sequence[Any]) -> float | None:
-    found = [row.series[_SPEED][_LAST] for row in rows if _SPEED in row.series]
-    newest = found[-1] if found else None
+def _newest_speed(rows: Sequence[Any]) -> float | None:
+    speeds = [row.series[_SPEED][_LAST] for row in rows if _SPEED in row.series]
+    newest = speeds[-1] if speeds else None
     return newest if newest is not None and _is_within(newest, _PLAUSIBLE_TOKENS) else None
 
 
-async def _speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]:
-    found = {row.run_id: _newest([row]) for row in (await session.execute(_rollups(ids))).all()}
-    return {run_id: value for run_id, value in found.items() if value}
+async def _read_speeds(session: AsyncSession, ids: Sequence[str]) -> dict[str, float]:
+    speeds = {row.run_id: _newest_speed([row]) for row in (await session.execute(_select_rollups(ids))).all()}
+    return {run_id: value for run_id, value in speeds.items() if value}
 
 
-async def _first(session: AsyncSession, ids: Sequence[str]) -> dict[str, tuple[RunFacts, _Work | None, int]]:
+async def _first_reports(session: AsyncSession, ids: Sequence[str]) -> dict[str, tuple[RunFacts, _Work | None, int]]:
     """Return the first reported facts and effective configuration of each run, and its number of devices."""
     rows = await session.execute(_FIRST, {"ids": list(ids), "early": _EARLY})
-    return {row.run_id: (read_facts(row.facts), _Work.read(row.effective), row.devices_needed) for row in rows}
+    return {
+        row.run_id: (read_facts(row.facts), _Work.from_effective(row.effective), row.devices_needed) for row in rows
+    }
 
 
 # No index covers `config` events. The event is among the first of a run, so only those are read.
@@ -235,5 +239,5 @@ _FIRST = text("""
 """)
 
 
-def _earlier_runs(found: list[_Rate]) -> str:
-    return f"{len(found)} earlier {'run' if len(found) == 1 else 'runs'}"
+def _earlier_runs(rates: list[_Rate]) -> str:
+    return f"{len(rates)} earlier {'run' if len(rates) == 1 else 'runs'}"

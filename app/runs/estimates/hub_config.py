@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import release
+from app.api.dependencies import release_connection
 from app.api.errors import ApiError
 from app.base_models import resolver
 from app.config import Settings, hub_endpoint, hub_is_offline
@@ -55,12 +55,14 @@ def cached_path(name: str, revision: str | None) -> Path | None:
 
     if resolver.is_hub_name(name) and ".." not in (revision or ""):
         with suppress(ValueError):  # not a valid repository name
-            found = try_to_load_from_cache(name, "config.json", revision=revision)
-            return Path(found) if isinstance(found, str) else None
+            cached = try_to_load_from_cache(name, "config.json", revision=revision)
+            return Path(cached) if isinstance(cached, str) else None
     return None
 
 
-async def fetch(session: AsyncSession, settings: Settings, name: str, revision: str | None) -> HubConfig | None:
+async def fetch_hub_config(
+    session: AsyncSession, settings: Settings, name: str, revision: str | None
+) -> HubConfig | None:
     """Fetch the config.json of a hub model; None if the hub's cache on this machine has it.
 
     Takes at most some seconds, and `session` has no connection meanwhile. Never raises for a hub that cannot be used.
@@ -82,25 +84,25 @@ async def fetch(session: AsyncSession, settings: Settings, name: str, revision: 
             "the hub must not be used (HF_HUB_OFFLINE is set)",
         )
     try:
-        token = await secrets.find(session, settings, HF_TOKEN)
+        token = await secrets.find_secret(session, settings, HF_TOKEN)
     except ApiError as error:
         return HubConfig(None, f"The configuration of {name} cannot be fetched: {error.detail}")
     finally:
-        await release(session)
+        await release_connection(session)
     key = (hub_endpoint(), token, name, revision)
     arrived, answer = _answers.get(key, (0.0, None))
     if answer is not None and time.monotonic() - arrived < (_KEPT_SECONDS if answer.content else _FAILURE_KEPT_SECONDS):
         return answer
     if (download := _downloads.get(key)) is None or download.get_loop() is not asyncio.get_running_loop():
-        download = _downloads[key] = asyncio.create_task(_answer(key))
+        download = _downloads[key] = asyncio.create_task(_ask_and_cache(key))
         download.add_done_callback(lambda _: _downloads.pop(key, None))
     # A caller that goes away must not end the download for the others.
     return await asyncio.shield(download)
 
 
-async def _answer(key: Key) -> HubConfig:
+async def _ask_and_cache(key: Key) -> HubConfig:
     """Ask the hub, and keep its answer."""
-    answer = await _ask(*key[1:])
+    answer = await _ask_hub(*key[1:])
     if len(answer.content or b"") <= _MOST_KEPT_BYTES:
         _answers[key] = time.monotonic(), answer
         _answers.move_to_end(key)
@@ -109,12 +111,12 @@ async def _answer(key: Key) -> HubConfig:
     return answer
 
 
-async def _ask(token: str | None, name: str, revision: str | None) -> HubConfig:
+async def _ask_hub(token: str | None, name: str, revision: str | None) -> HubConfig:
     from app.datasets import hub  # loads an HTTP client
 
     failed = f"The configuration of {name} cannot be fetched:"
     try:
-        async with asyncio.timeout(_TIMEOUT_SECONDS), hub.client(token) as client:
+        async with asyncio.timeout(_TIMEOUT_SECONDS), hub.open_client(token) as client:
             return HubConfig(await hub.fetch_model_config(client, name, revision, MOST_BYTES))
     except hub.ModelNotReadable as error:
         return HubConfig(None, f"{failed} {error.message}.", error.code, error.message)

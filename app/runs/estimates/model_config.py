@@ -35,10 +35,10 @@ def read_config(
         NoConfig: it cannot be read on this machine.
     """
     try:
-        located = resolver.locate(settings, storage, config.base_model, attempt, config.revision)
+        located = resolver.locate_model(settings, storage, config.base_model, attempt, config.revision)
         if located["path"] is not None:
             base = base_of(ModelFolder(storage, Path(located["path"])), settings, storage)
-            return _of_hub(storage, base, None) if isinstance(base, str) else _read(base, "config.json")
+            return _of_hub(storage, base, None) if isinstance(base, str) else _read_json(base, "config.json")
     except resolver.BaseModelError as error:
         raise NoConfig(error.message) from error
     except StoreUnavailable as error:
@@ -46,7 +46,7 @@ def read_config(
     if fetched is not None:
         if fetched.content is None:
             raise NoConfig(fetched.reason)
-        return _parsed("config.json", fetched.content)
+        return _parse_object("config.json", fetched.content)
     return _of_hub(storage, str(located["hub"]), config.revision)
 
 
@@ -57,15 +57,15 @@ def base_of(folder: ModelFolder, settings: Settings, storage: Storage, depth: in
         NoConfig: The adapter cannot be read, or its base is not on this machine.
     """
     described = "adapter_config.json"
-    if not folder.has(described):
+    if not folder.has_file(described):
         return folder
-    base = str(_read(folder, described).get("base_model_name_or_path") or "")
+    base = str(_read_json(folder, described).get("base_model_name_or_path") or "")
     if not Path(base).is_absolute():
         inside = _base_by_name(base, folder, settings, storage)
         if inside is None or depth >= 4:
             return base
         return base_of(ModelFolder(storage, inside), settings, storage, depth + 1)
-    if depth < 4 and (path := _allowed(base, settings, storage)) is not None:
+    if depth < 4 and (path := _allowed_folder(base, settings, storage)) is not None:
         return base_of(ModelFolder(storage, path), settings, storage, depth + 1)
     raise NoConfig(f"The base model of the adapter {folder.path.name} is no longer on this machine.")
 
@@ -86,7 +86,7 @@ def _newest_output(storage: Storage, run_id: str) -> Path | None:
     return max(outputs, default=None, key=lambda path: int(path.parent.name[1:]))
 
 
-def _allowed(base: str, settings: Settings, storage: Storage) -> Path | None:
+def _allowed_folder(base: str, settings: Settings, storage: Storage) -> Path | None:
     """Return the folder that an adapter names, which a trainer has written, if it is one of a model."""
     with suppress(OSError, ValueError):  # too long, or with a NUL
         path = Path(os.path.realpath(base))
@@ -100,31 +100,31 @@ def _of_hub(storage: Storage, name: str, revision: str | None) -> dict[str, Any]
     cached = hub_config.cached_path(name, revision)
     if cached is None:
         raise NoConfig(f"The configuration of {name[:100]!r} was not found on the API's machine.")
-    return _read(ModelFolder(storage, cached.parent), cached.name)
+    return _read_json(ModelFolder(storage, cached.parent), cached.name)
 
 
-def _read(folder: ModelFolder, name: str) -> dict[str, Any]:
+def _read_json(folder: ModelFolder, name: str) -> dict[str, Any]:
     try:
-        content = folder.read(name, _MOST_BYTES)
+        content = folder.read_file(name, _MOST_BYTES)
     except OSError as error:
         raise NoConfig(f"{name} of the model cannot be read: {error.strerror or 'file not found'}.") from error
     except OutsideStorage as error:
         raise NoConfig(f"{name} of the model cannot be read: {error}.") from error
-    return _parsed(name, content)
+    return _parse_object(name, content)
 
 
-def parse(content: bytes) -> dict[str, Any]:
+def parse_config(content: bytes) -> dict[str, Any]:
     """Parse a config.json; empty if it is not a JSON object."""
     with suppress(NoConfig):
-        return _parsed("config.json", content)
+        return _parse_object("config.json", content)
     return {}
 
 
-def _parsed(name: str, content: bytes) -> dict[str, Any]:
+def _parse_object(name: str, content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise NoConfig(f"{name} of the model cannot be read: it is not valid JSON.") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise NoConfig(f"{name} of the model is not a JSON object.")
-    return found
+    return document

@@ -21,23 +21,25 @@ TAG = "probe"
 _MOST_STEP_SECONDS = 1e7
 
 
-def probe_request(asked: RunToEstimate) -> RunCreate:
-    """Build the probe for a requested run; `asked` has passed validation."""
-    config = {name: value for name, value in asked.config.items() if name not in NOT_IN_PROBE}
+def probe_request(request: RunToEstimate) -> RunCreate:
+    """Build the probe for a requested run; `request` has passed validation."""
+    config = {name: value for name, value in request.config.items() if name not in NOT_IN_PROBE}
     extra = {
-        name: value for name, value in (asked.config.get("extra") or {}).items() if f"extra.{name}" not in NOT_IN_PROBE
+        name: value
+        for name, value in (request.config.get("extra") or {}).items()
+        if f"extra.{name}" not in NOT_IN_PROBE
     }
-    name = asked.name or f"{method_of(config).name} of {config['base_model']}"
+    name = request.name or f"{method_of(config).name} of {config['base_model']}"
     return RunCreate(
-        experiment_id=asked.experiment_id,
+        experiment_id=request.experiment_id,
         name=f"probe of {name}"[:200],
-        backend=asked.backend,
-        dataset_id=asked.uploaded_dataset,
+        backend=request.backend,
+        dataset_id=request.uploaded_dataset,
         config=normalize_numbers(config) | {"on_out_of_memory": "stop", "extra": {**extra, "probe": True}},
-        priority=asked.priority,
-        max_restarts=asked.max_restarts,
-        resources=asked.resources,
-        tags=[*[tag for tag in asked.tags if tag != TAG][: MOST_TAGS - 1], TAG],
+        priority=request.priority,
+        max_restarts=request.max_restarts,
+        resources=request.resources,
+        tags=[*[tag for tag in request.tags if tag != TAG][: MOST_TAGS - 1], TAG],
     )
 
 
@@ -66,14 +68,14 @@ async def probe_result(
     query = select(Attempt.report).where(Attempt.run_id == run.id, Attempt.attempt == run.attempt)
     stored = await session.scalar(query) if run.status == "failed" else None
     report = FailureReport.model_validate(stored or {})
-    return _result(run, estimate, measured, read_facts(facts), report)
+    return _probe_result(run, estimate, measured, read_facts(facts), report)
 
 
-def _result(
+def _probe_result(
     run: Run, estimate: KeptEstimate | None, measured: Measured | None, facts: RunFacts, report: FailureReport
 ) -> ProbeResult:
     device = facts.device_name or facts.device
-    steps = _steps(run.config, estimate, facts.whole_run_steps)
+    steps = _whole_run_steps(run.config, estimate, facts.whole_run_steps)
     if run.status == "failed" and run.error_code == "out_of_memory":
         return _out_of_memory(run, steps, facts, report)
     if run.status in ("failed", "cancelled"):
@@ -119,7 +121,7 @@ def _out_of_memory(run: Run, steps: int | None, facts: RunFacts, report: Failure
     return _unknown_result(steps, f"{sentence} {why}".strip(), fits=False)
 
 
-def _steps(config: Mapping[str, Any], estimate: KeptEstimate | None, counted: int | None) -> int | None:
+def _whole_run_steps(config: Mapping[str, Any], estimate: KeptEstimate | None, counted: int | None) -> int | None:
     """Return the steps of the whole run.
 
     The trainer's count includes packing and dropped rows, but not the settings that a probe omits.

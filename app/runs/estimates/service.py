@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from app.api.dependencies import release
+from app.api.dependencies import release_connection
 from app.api.errors import dataset_not_found, invalid
 from app.base_models import resolver
 from app.config import Settings
@@ -32,20 +32,20 @@ from app.contracts.schemas.estimates import (
 )
 from app.contracts.schemas.runs.placement import Placement, Resources
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.estimator import memory_planner
 from app.estimator.activations import LIGER_PACKAGE, Precision, is_in_liger
-from app.estimator.architecture import Architecture, UnknownArchitecture, read
-from app.estimator.flops import RunFlops, uncounted_parts, work
+from app.estimator.architecture import Architecture, UnknownArchitecture, read_architecture
+from app.estimator.flops import RunFlops, estimate_flops, uncounted_parts
 from app.estimator.memory import CONTEXT, WHOLE, Division
-from app.estimator.parameters import CannotTrain, total, trained
-from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan
+from app.estimator.parameters import CannotTrain, total_parameters, trainable_part
+from app.estimator.steps import Data, make_step_plan, max_sequence_length, plan_steps
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.estimates import hub_config
 from app.runs.estimates.devices import assumed_device, devices_of_gpu, online_devices, requested_words
-from app.runs.estimates.history import Speed, speed
+from app.runs.estimates.history import Speed, estimate_speed
 from app.runs.estimates.hub_config import HubConfig
 from app.runs.estimates.model_config import NoConfig, read_config
 from app.runs.plan import RunPlan
@@ -74,7 +74,7 @@ class EstimateTurns:
         self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def turn(self, key_id: str) -> AsyncIterator[None]:
+    async def take_turn(self, key_id: str) -> AsyncIterator[None]:
         """Wait until no other estimate of this key is being computed."""
         semaphore = self._semaphores.setdefault(key_id, asyncio.Semaphore(1))
         async with semaphore:
@@ -86,7 +86,7 @@ class Subject:
     """Run to estimate; its configuration passes validation."""
 
     config: TrainingConfig
-    given: list[str]
+    user_set_fields: list[str]
     backend: str
     data: Data
     loads_model: bool = True
@@ -105,7 +105,7 @@ class Subject:
     """GPU to estimate for, whether a worker has it or not; None: those of online workers."""
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         planned: RunPlan,
         data: Data,
@@ -118,7 +118,7 @@ class Subject:
         resources = planned.resources
         return cls(
             config=planned.config,
-            given=sorted(planned.user_set_fields | fixed_fields),
+            user_set_fields=sorted(planned.user_set_fields | fixed_fields),
             backend=planned.backend,
             data=data,
             loads_model=planned.rules.loads_model,
@@ -157,7 +157,7 @@ class EstimateInputs:
     """True if every online worker with a GPU that the request allows has liger-kernel."""
 
 
-async def estimate(
+async def estimate_run(
     sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
 ) -> RunEstimate:
     """Estimate the resources of a run; no transaction is open during the computation.
@@ -166,35 +166,37 @@ async def estimate(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
-    known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
-    found, todo = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, True)
+    known = replace(known, hub_config=await _fetch_hub_config(sessions, settings, storage, subject))
+    computed, todo = await _run_in_thread(storage, subject.config, by_formula, settings, storage, subject, known, True)
     if todo is None:
-        return found
+        return computed
     operations = todo.training + todo.writing
     if known.missing is not None:
-        return found.model_copy(update={"flops": operations})
-    config = resolve(subject.config, subject.given, _machine(found.device.kind), sharded=subject.sharded).config
+        return computed.model_copy(update={"flops": operations})
+    config = resolve_config(
+        subject.config, subject.user_set_fields, _typical_machine(computed.device.kind), sharded=subject.sharded
+    ).config
     async with sessions() as session:
-        device = found.device.kind, found.device.name
-        took = await speed(session, config, device, subject.devices, todo)
-    return found.model_copy(update=_of_time(settings, found, took, operations, subject.devices))
+        device = computed.device.kind, computed.device.name
+        took = await estimate_speed(session, config, device, subject.devices, todo)
+    return computed.model_copy(update=_time_fields(settings, computed, took, operations, subject.devices))
 
 
-async def _fetched(
+async def _fetch_hub_config(
     sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
 ) -> HubConfig | None:
     if not subject.loads_model or resolver.is_run(subject.config.base_model):
         return None
     try:
         located = await asyncio.to_thread(
-            resolver.locate, settings, storage, subject.config.base_model, None, subject.config.revision
+            resolver.locate_model, settings, storage, subject.config.base_model, None, subject.config.revision
         )
     except resolver.BaseModelError:
         return None
     if located["hub"] is None:
         return None
     async with sessions() as session:
-        return await hub_config.fetch(session, settings, located["hub"], located["revision"])
+        return await hub_config.fetch_hub_config(session, settings, located["hub"], located["revision"])
 
 
 async def estimate_new(
@@ -209,19 +211,21 @@ async def estimate_new(
     """
     async with sessions() as session:
         known = await look_up(session, settings, subject)
-    known = replace(known, hub_config=await _fetched(sessions, settings, storage, subject))
+    known = replace(known, hub_config=await _fetch_hub_config(sessions, settings, storage, subject))
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
     if fetched and subject.devices > 1 and subject.placement.sharding == "auto" and not subject.sharded:
-        sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, known.devices)
+        sharded = await _run_in_thread(
+            storage, subject.config, must_shard, settings, storage, subject, known, known.devices
+        )
         subject = replace(subject, sharded=bool(sharded))
-    found, _ = await _computed(storage, subject.config, by_formula, settings, storage, subject, known, False)
+    estimate, _ = await _run_in_thread(storage, subject.config, by_formula, settings, storage, subject, known, False)
     least = {}
     if fetched:
-        least = await _computed(storage, subject.config, least_memory, settings, storage, subject, known)
-    return found, least, subject.sharded
+        least = await _run_in_thread(storage, subject.config, least_memory, settings, storage, subject, known)
+    return estimate, least, subject.sharded
 
 
-async def _computed(
+async def _run_in_thread(
     storage: Storage, config: TrainingConfig, work: Callable[P, T], *arguments: P.args, **named: P.kwargs
 ) -> T:
     """Run `work` in a thread, where no other estimate waits for the object store that it may read."""
@@ -268,8 +272,8 @@ async def with_sharding(
     devices = known.devices
     if subject.gpu is None:
         devices = await online_devices(session, settings, subject.backend, resources)
-    await release(session)
-    sharded = await _computed(storage, subject.config, must_shard, settings, storage, subject, known, devices)
+    await release_connection(session)
+    sharded = await _run_in_thread(storage, subject.config, must_shard, settings, storage, subject, known, devices)
     return subject if sharded is None else replace(subject, sharded=sharded)
 
 
@@ -283,13 +287,13 @@ def must_shard(
     extra = subject.config.trainer_options
     if any(one.kind == "cuda" for one in devices):
         devices = [one for one in devices if one.kind == "cuda"]  # as runs are placed
-    if extra.model_factory or sharding_obstacles(subject.config, set(subject.given)):
+    if extra.model_factory or sharding_obstacles(subject.config, set(subject.user_set_fields)):
         return False
     try:
-        model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
+        model = read_architecture(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
         replica = replace(subject, sharded=False)
         on = {kind: _OnKind(model, replica, kind, known) for kind in {one.kind for one in devices}}
-        fits = [on[one.kind].choose(one).fits for one in devices if one.memory_mb is not None]
+        fits = [on[one.kind].choose_plan(one).fits for one in devices if one.memory_mb is not None]
     except (NoConfig, UnknownArchitecture, CannotTrain):
         return None
     return not any(fits) if fits else None
@@ -300,10 +304,12 @@ async def architecture_of(
 ) -> Architecture | None:
     """Return the architecture of the base model; None if it is not known on this machine."""
     known = EstimateInputs([], await _output_attempt(session, config.base_model))
-    await release(session)
+    await release_connection(session)
     try:
-        return read(
-            await _computed(storage, config, read_config, settings, storage, config, known.attempt, known.hub_config)
+        return read_architecture(
+            await _run_in_thread(
+                storage, config, read_config, settings, storage, config, known.attempt, known.hub_config
+            )
         )
     except (NoConfig, UnknownArchitecture):
         return None
@@ -314,9 +320,9 @@ async def least_memory_of(
 ) -> dict[str, int]:
     """Compute `least_memory` of a run that is about to be created; empty after an error, which is logged."""
     known = await look_up(session, settings, subject)
-    await release(session)
+    await release_connection(session)
     try:
-        return await _computed(storage, subject.config, least_memory, settings, storage, subject, known)
+        return await _run_in_thread(storage, subject.config, least_memory, settings, storage, subject, known)
     except StoreUnavailable:
         return {}
     except Exception:
@@ -334,28 +340,28 @@ def by_formula(
     """
     if not subject.loads_model:
         reason = f"Backend `{subject.backend}` loads no model, so there is nothing to estimate."
-        return _unknown(subject, known, reason, has_steps=False), None
+        return _unknown_estimate(subject, known, reason, has_steps=False), None
     if plugin := subject.config.trainer_options.model_factory:
         reason = f"`extra.model_factory` is the plugin `{plugin.type}`; its resource use cannot be estimated."
-        return _unknown(subject, known, reason), None
+        return _unknown_estimate(subject, known, reason), None
     try:
-        model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
-        trained(model, resolve(subject.config, subject.given, None).config)
+        model = read_architecture(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
+        trainable_part(model, resolve_config(subject.config, subject.user_set_fields, None).config)
     except (NoConfig, UnknownArchitecture, CannotTrain) as error:
-        return _unknown(subject, known, str(error)), None
+        return _unknown_estimate(subject, known, str(error)), None
     devices = known.devices or [assumed_device(subject.placement)]
     on: dict[str, _OnKind] = {}
     for device in devices if thorough else devices[:1]:
         if device.kind not in on:
             on[device.kind] = _OnKind(model, subject, device.kind, known)
     first = on[devices[0].kind]
-    fits = [on[device.kind].fit(device, thorough) for device in known.devices if device.kind in on]
+    fits = [on[device.kind].check_fit(device, thorough) for device in known.devices if device.kind in on]
     if not thorough:
         fits = fits[:1]
-    choice = first.choose(devices[0])
-    todo = work(model, first.config, first.plan, choice.checkpointing) if thorough else None
-    found = _run_estimate(model, first, devices[0], choice, fits, thorough)
-    return (found if known.devices else _with_assumed_device(found, known.missing)), todo
+    choice = first.choose_plan(devices[0])
+    todo = estimate_flops(model, first.config, first.plan, choice.checkpointing) if thorough else None
+    computed = _run_estimate(model, first, devices[0], choice, fits, thorough)
+    return (computed if known.devices else _with_assumed_device(computed, known.missing)), todo
 
 
 def least_memory(settings: Settings, storage: Storage, subject: Subject, known: EstimateInputs) -> dict[str, int]:
@@ -368,15 +374,15 @@ def least_memory(settings: Settings, storage: Storage, subject: Subject, known: 
     if extra.model_factory or extra.probe:
         return {}  # unknown, or a probe, which finds out by trying
     try:
-        model = read(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
-        smallest = _smallest(subject)
+        model = read_architecture(read_config(settings, storage, subject.config, known.attempt, known.hub_config))
+        smallest = _smallest_variant(subject)
         kinds: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
         return {kind: _OnKind(model, smallest, kind, known).least_mb() for kind in kinds}
     except (NoConfig, UnknownArchitecture, CannotTrain):
         return {}
 
 
-def _smallest(subject: Subject) -> Subject:
+def _smallest_variant(subject: Subject) -> Subject:
     """Return the run after all repairs of its memory use."""
     if subject.config.on_out_of_memory == "stop":
         return subject
@@ -385,7 +391,7 @@ def _smallest(subject: Subject) -> Subject:
     return replace(
         subject,
         config=subject.config.model_copy(update=smaller),
-        given=sorted({*subject.given, *smaller}),
+        user_set_fields=sorted({*subject.user_set_fields, *smaller}),
     )
 
 
@@ -398,7 +404,7 @@ async def data_of(session: AsyncSession, dataset_id: str) -> Data:
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 
 
-def _machine(kind: Literal["cpu", "cuda"]) -> DeviceCapabilities:
+def _typical_machine(kind: Literal["cpu", "cuda"]) -> DeviceCapabilities:
     return DeviceCapabilities(kind=kind, bf16=True, flash_attention=True, flash_attention_3=True)
 
 
@@ -411,13 +417,17 @@ class _OnKind:
     def __init__(
         self, model: Architecture, subject: Subject, kind: Literal["cpu", "cuda"], known: EstimateInputs
     ) -> None:
-        self.config = resolve(
-            subject.config, subject.given, _machine(kind), sharded=subject.sharded, stored=model.stored_quantization
+        self.config = resolve_config(
+            subject.config,
+            subject.user_set_fields,
+            _typical_machine(kind),
+            sharded=subject.sharded,
+            stored=model.stored_quantization,
         ).config
         self.division, self.sequence_parallel = subject.division, subject.sequence_parallel
-        planned = plan(model, self.config, subject.data, subject.data_parallel)
+        planned = plan_steps(model, self.config, subject.data, subject.data_parallel)
         self.plan = replace(planned, batch=replace(planned.batch, sequence_parallel=self.sequence_parallel))
-        self.precision = Precision.of(self.config, kind, has_liger=known.has_liger)
+        self.precision = Precision.for_device(self.config, kind, has_liger=known.has_liger)
         self.uses_liger = self.precision.has_liger and is_in_liger(model, self.config)
         self._needs = memory_planner.memory_of_choices(
             model, self.config, self.precision, self.plan.batch, self.division
@@ -427,22 +437,22 @@ class _OnKind:
             model, self.config, self.precision, length, self.plan.rows, self.division, self.sequence_parallel
         )
 
-    def choose(self, device: EstimatedDevice) -> memory_planner.Choice:
+    def choose_plan(self, device: EstimatedDevice) -> memory_planner.Choice:
         """Return the planner's choice for that device."""
         choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
-        return memory_planner.first_that_fits(self._needs, _room(device), choices)
+        return memory_planner.first_that_fits(self._needs, _memory_bytes(device), choices)
 
     def least_mb(self) -> int:
         """Return the memory of the smallest choice in MiB, at most `_MOST_MB`."""
         choices = memory_planner.allowed_choices(self.config.gradient_checkpointing)
         return min(_MOST_MB, math.ceil(min(self._needs(one).peak for one in choices) / 2**20))
 
-    def fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
+    def check_fit(self, device: EstimatedDevice, thorough: bool) -> Fit:
         """Check that the run fits on the device; with `thorough`, advise a change if it does not."""
-        chosen, room = self.choose(device), _room(device)
+        chosen, room = self.choose_plan(device), _memory_bytes(device)
         advice = []
         if thorough and room is not None and not chosen.fits:
-            advice = self._advice.within(room)
+            advice = self._advice.advise_within(room)
         return Fit(
             device=device,
             fits=None if room is None else chosen.fits,
@@ -453,7 +463,7 @@ class _OnKind:
         )
 
 
-def _room(device: EstimatedDevice) -> int | None:
+def _memory_bytes(device: EstimatedDevice) -> int | None:
     return None if device.memory_mb is None else device.memory_mb * 2**20
 
 
@@ -474,8 +484,8 @@ def _run_estimate(
         unknown = [Unknown(field=name, reason=reason) for name in fields if name not in known]
     return RunEstimate(
         parameters=Parameters(
-            total=total(model, reward_head=METHODS[on.config.method].has_reward_head),
-            trainable=trained(model, on.config).count,
+            total=total_parameters(model, reward_head=METHODS[on.config.method].has_reward_head),
+            trainable=trainable_part(model, on.config).count,
         ),
         memory_mb=choice.memory.as_megabytes(),
         device=device,
@@ -487,23 +497,23 @@ def _run_estimate(
         cost=None,
         confidence=Confidence(memory="formula", seconds=None),
         fits=fits,
-        assumptions=_assumptions(on, device),
+        assumptions=_memory_assumptions(on, device),
         unknown=unknown,
     )
 
 
-def _with_assumed_device(found: RunEstimate, missing: str | None) -> RunEstimate:
+def _with_assumed_device(estimate: RunEstimate, missing: str | None) -> RunEstimate:
     """Return the estimate for an assumed device, with the reason; without its time if no worker has such a device."""
     why = missing or "No online worker of this backend has a device for the run."
-    what = "a GPU with bfloat16" if found.device.kind == "cuda" else "a CPU"
-    assumptions = [f"{why.removesuffix('.')}; {what} is assumed.", *found.assumptions]
-    unknown = list(found.unknown)
+    what = "a GPU with bfloat16" if estimate.device.kind == "cuda" else "a CPU"
+    assumptions = [f"{why.removesuffix('.')}; {what} is assumed.", *estimate.assumptions]
+    unknown = list(estimate.unknown)
     if missing and all(one.field != "seconds" for one in unknown):
         unknown += [Unknown(field=name, reason=missing) for name in ("seconds", "cost")]
-    return found.model_copy(update={"assumptions": assumptions, "unknown": unknown})
+    return estimate.model_copy(update={"assumptions": assumptions, "unknown": unknown})
 
 
-def _assumptions(on: _OnKind, device: EstimatedDevice) -> list[str]:
+def _memory_assumptions(on: _OnKind, device: EstimatedDevice) -> list[str]:
     config = on.config
     where = "A process with torch" if device.kind == "cpu" else "The context of CUDA and its libraries"
     sentences = [
@@ -538,24 +548,26 @@ def _assumptions(on: _OnKind, device: EstimatedDevice) -> list[str]:
     return sentences
 
 
-def _of_time(settings: Settings, found: RunEstimate, took: Speed, operations: float, devices: int) -> dict[str, Any]:
+def _time_fields(
+    settings: Settings, estimate: RunEstimate, took: Speed, operations: float, devices: int
+) -> dict[str, Any]:
     """Return the duration, and what follows from it; the cost is that of all devices."""
     cost = None
-    gpu = find_gpu(found.device.name)
+    gpu = find_gpu(estimate.device.name)
     price = settings.gpu_hour_price if gpu is None else settings.prices_by_gpu.get(gpu.name, settings.gpu_hour_price)
-    if price is not None and found.device.kind == "cuda":
+    if price is not None and estimate.device.kind == "cuda":
         amount = round(took.seconds * devices / 3600 * price, 4)
         cost = Cost(amount=amount, currency=settings.price_currency)
     return {
         "flops": operations,
         "seconds": round(took.seconds, 1),
         "cost": cost,
-        "confidence": found.confidence.model_copy(update={"seconds": took.source}),
-        "assumptions": [*found.assumptions, *took.sentences],
+        "confidence": estimate.confidence.model_copy(update={"seconds": took.source}),
+        "assumptions": [*estimate.assumptions, *took.sentences],
     }
 
 
-def _unknown(subject: Subject, known: EstimateInputs, reason: str, *, has_steps: bool = True) -> RunEstimate:
+def _unknown_estimate(subject: Subject, known: EstimateInputs, reason: str, *, has_steps: bool = True) -> RunEstimate:
     """Build an estimate without the model; without `has_steps`, they do not follow from its rows either."""
     unknown = [Unknown(field="parameters", reason=reason)]
     unknown += [Unknown(field=name, reason=_WITH_PARAMETERS) for name in ("memory_mb", "seconds")]
@@ -590,7 +602,7 @@ def _unknown(subject: Subject, known: EstimateInputs, reason: str, *, has_steps:
 
 def _without_model(subject: Subject, unknown: list[Unknown]) -> tuple[int | None, int | None, list[str]]:
     """Return steps, tokens and assumptions derived from rows and batches; append the rest to `unknown`."""
-    config = resolve(subject.config, subject.given, None).config
+    config = resolve_config(subject.config, subject.user_set_fields, None).config
     step_plan = make_step_plan(config, subject.data, config.max_seq_length or 2**31, subject.data_parallel)
     if source := config.trainer_options.data_source:
         reason = _of_source(source.type)

@@ -7,12 +7,12 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from app.config import Settings
-from app.contracts.schemas.estimates import KeptEstimate, Measured, RunEstimate, stored
+from app.contracts.schemas.estimates import KeptEstimate, Measured, RunEstimate, parse_stored
 from app.contracts.schemas.runs.placement import Resources
 from app.contracts.training_config.fields import TrainingConfig
 from app.infra.storage import Storage
 from app.runs.estimates import service
-from app.runs.estimates.history import measured
+from app.runs.estimates.history import measured_usage
 from app.tables.runs import Run, StoredEstimate
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,12 @@ async def estimate_and_store(
             expert_parallel=needs.get("expert_parallel", 1),
             placement=resources.model_copy(update={"kind": needs.get("kind")}),
         )  # fmt: skip
-        found, least, sharded = await service.estimate_new(sessions, settings, storage, subject)
+        estimate, least, sharded = await service.estimate_new(sessions, settings, storage, subject)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.
             still = select(Run.id).where(Run.id == run.id).with_for_update(read=True, key_share=True)
             if await session.scalar(still) is not None:
-                await store(session, run.id, found)
+                await store_estimate(session, run.id, estimate)
                 kind = run.requirements.get("kind")
                 if least := {name: mb for name, mb in least.items() if kind in (None, name)}:
                     needs = run.requirements | {"estimated_mb": least} | ({"sharded": True} if sharded else {})
@@ -56,24 +56,24 @@ async def estimate_and_store(
         log.exception("estimate failed for run %s with base model %r", run.id, run.config.get("base_model"))
 
 
-async def store(session: AsyncSession, run_id: str, found: RunEstimate) -> None:
+async def store_estimate(session: AsyncSession, run_id: str, estimate: RunEstimate) -> None:
     """Store the estimate of a run; an existing one is kept."""
-    new = insert(StoredEstimate).values(run_id=run_id, estimate=found.model_dump(mode="json"))
+    new = insert(StoredEstimate).values(run_id=run_id, estimate=estimate.model_dump(mode="json"))
     await session.execute(new.on_conflict_do_nothing())
 
 
-async def get(session: AsyncSession, run_id: str) -> KeptEstimate | None:
+async def read_estimate(session: AsyncSession, run_id: str) -> KeptEstimate | None:
     """Return the estimate stored at creation; None if there is none or another version stored a different form."""
     document = await session.scalar(select(StoredEstimate.estimate).where(StoredEstimate.run_id == run_id))
-    return stored(document) if document else None
+    return parse_stored(document) if document else None
 
 
 async def estimate_and_measurements(
     session: AsyncSession, run: Run, step_seconds: float | None
 ) -> tuple[KeptEstimate | None, Measured | None]:
     """Return the estimate stored at creation and the measured resources so far; None where there are none."""
-    expected = await get(session, run.id)
-    peak, reserved, rate = await measured(session, run.id) if run.attempt else (None, None, None)
+    expected = await read_estimate(session, run.id)
+    peak, reserved, rate = await measured_usage(session, run.id) if run.attempt else (None, None, None)
     real = None
     if peak is not None or rate is not None:
         real = Measured(

@@ -72,7 +72,7 @@ async def stream_events(
     ticket: Ticket = None,
 ) -> Response:
     """Stream the events of a run (logs, metrics, status, checkpoints) in order and without gaps, from any cursor."""
-    sent = responses.cursor(last_event_id)
+    sent = responses.parse_cursor(last_event_id)
     cursor = after if sent is None else sent
     chosen = responses.chosen_types(types, EVENT_TYPES, always=("end", "truncated"))
     # Streams can last for days: the run is read before the first byte is sent, and no session stays open.
@@ -85,15 +85,15 @@ async def stream_events(
     if over := responses.ended_response(run.status, run.event_seq, cursor):
         return over
     streams: Streams = request.app.state.streams
-    batches = streams.batches(
+    batches = streams.stream_batches(
         RunSource(run_id),
         # A cursor ahead of the log (of another run, or from before a database restore) counts as the end of the log.
         max(min(cursor, run.event_seq), run.first_seq - 1),
         until=None if follow and run.status not in TERMINAL else run.event_seq,
-        wanted=None if chosen is None else lambda frame: frame.type in chosen,
+        is_selected=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: responses.still_allowed(request),
     )
-    return _streamed(request, format, batches, truncation_frames(run_id, run, cursor))
+    return _stream_response(request, format, batches, truncation_frames(run_id, run, cursor))
 
 
 @router.get(
@@ -130,24 +130,24 @@ async def stream_all_events(
     Events arrive about a second after they were stored. Those of deleted runs are left out; `truncated` stands in the
     place of those that were pruned.
     """
-    sent = responses.cursor(last_event_id)
+    sent = responses.parse_cursor(last_event_id)
     cursor = after if sent is None else sent
     chosen = responses.chosen_types(types, FEED_TYPES, always=("truncated",))
     async with request.app.state.sessions() as session:
         newest = await session.scalar(feed.NEWEST) or 0
     source, streams = FeedSource(), request.app.state.streams
     start = newest if cursor is None else min(cursor, newest)
-    batches = streams.batches(
+    batches = streams.stream_batches(
         source,
         start,
         until=None if follow else newest,
-        wanted=None if chosen is None else lambda frame: frame.type in chosen,
+        is_selected=None if chosen is None else lambda frame: frame.type in chosen,
         still_allowed=lambda: responses.still_allowed(request),
     )
-    return _streamed(request, format, batches, Batch([source.cursor_frame(start)] if cursor is None else []))
+    return _stream_response(request, format, batches, Batch([source.cursor_frame(start)] if cursor is None else []))
 
 
-def _streamed(
+def _stream_response(
     request: Request, format: Literal["sse", "ndjson"], batches: responses.Batches, opening: Batch
 ) -> Response:
     if format == "ndjson":

@@ -37,14 +37,14 @@ _NEWEST = text(
 @router.get("/{run_id}/attempts")
 async def list_attempts(run_id: str, session: Reading) -> Page[AttemptRead]:
     """List the attempts of a run, oldest first."""
-    run = await service.get(session, run_id)
+    run = await service.get_run(session, run_id)
     query = (
         select(Attempt, Worker.host)
         .outerjoin(Worker, Worker.id == Attempt.worker_id)
         .where(Attempt.run_id == run.id)
         .order_by(Attempt.attempt)
     )
-    found = [
+    attempts = [
         AttemptRead(
             attempt=row.attempt,
             worker_id=row.worker_id,
@@ -56,7 +56,7 @@ async def list_attempts(run_id: str, session: Reading) -> Page[AttemptRead]:
         )
         for row, host in (await session.execute(query)).all()
     ]
-    return Page(data=found, has_more=False)
+    return Page(data=attempts, has_more=False)
 
 
 @router.get(
@@ -91,11 +91,16 @@ async def get_history(
 ) -> Response:
     """Get the newest events of a run other than lines, metrics, progress, telemetry and distributions, in order."""
     chosen = responses.chosen_types(types, _TYPES)
-    run = await service.get(session, run_id)
-    asked = {"run_id": run.id, "before": before, "limit": limit + 1, "types": None if chosen is None else list(chosen)}
-    rows = (await session.execute(_NEWEST, asked)).all()
+    run = await service.get_run(session, run_id)
+    parameters = {
+        "run_id": run.id,
+        "before": before,
+        "limit": limit + 1,
+        "types": None if chosen is None else list(chosen),
+    }
+    rows = (await session.execute(_NEWEST, parameters)).all()
     lines = [
-        Frame(seq, kind, log.payload(run.id, seq, ts, data).encode()).line.rstrip(b"\n")
+        Frame(seq, kind, log.event_json(run.id, seq, ts, data).encode()).line.rstrip(b"\n")
         for seq, kind, ts, data in rows[:limit][::-1]
     ]
     has_more = b"true" if len(rows) > limit else b"false"

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DataError
 
 from app.contracts.attempt.messages import MAX_RECORD_BYTES
-from app.contracts.field_types import timestamp
-from app.infra.db import column
+from app.contracts.field_types import format_timestamp
+from app.infra.db import join_column
 
 MEASURED = ("metric", "eval")
 """Event types that are shown as curves."""
@@ -38,7 +38,7 @@ class NewEvent:
     """Payload of a metric or evaluation, so that it need not be parsed again; None otherwise."""
 
     @classmethod
-    def of(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
+    def from_payload(cls, kind: str, ts: float, payload: dict[str, Any]) -> "NewEvent":
         """Create an event from a payload of plain values, not modified later, and a Unix time in seconds.
 
         Raises:
@@ -134,7 +134,7 @@ column is stored uncompressed, so its size is known without reading the value.
 _LINE_ENDS = (("\x85", "\\u0085"), ("\u2028", "\\u2028"), ("\u2029", "\\u2029"))
 
 
-def append(
+def append_events(
     connection: Connection,
     run_id: str,
     lease_epoch: int,
@@ -151,7 +151,7 @@ def append(
     Raises:
         LeaseFenced: The run has another lease epoch, or it has ended.
     """
-    seq_before = _store(connection, run_id, lease_epoch, first, new, progress)
+    seq_before = _store_events(connection, run_id, lease_epoch, first, new, progress)
     if seq_before is None:
         stored = connection.scalar(_WHERE_STORED, {"id": run_id, "lease_epoch": lease_epoch})
         if stored is None:
@@ -162,7 +162,7 @@ def append(
         if not new:
             return None
         first = stored + 1
-        seq_before = _store(connection, run_id, lease_epoch, first, new, progress)
+        seq_before = _store_events(connection, run_id, lease_epoch, first, new, progress)
         if seq_before is None:
             raise LeaseFenced(run_id)
     return Stored(first - 1, seq_before)
@@ -181,14 +181,14 @@ def append_lines(connection: Connection, run_id: str, lease_epoch: int, new: Seq
         "id": run_id,
         "lease_epoch": lease_epoch,
         "n": len(new),
-        "moments": column([event.ts for event in new]),
-        "data": column([event.data for event in new]),
+        "moments": join_column([event.ts for event in new]),
+        "data": join_column([event.data for event in new]),
     }
     if connection.scalar(_STORE_LINES, values) is None:
         raise LeaseFenced(run_id)
 
 
-def _store(
+def _store_events(
     connection: Connection,
     run_id: str,
     lease_epoch: int,
@@ -206,9 +206,9 @@ def _store(
         "epoch": progress.epoch if progress else None,
         "total": progress.total_steps if progress else None,
         "best": progress.best_loss if progress else None,
-        "types": column([event.type for event in new]),
-        "moments": column([event.ts for event in new]),
-        "data": column([event.data for event in new]),
+        "types": join_column([event.type for event in new]),
+        "moments": join_column([event.ts for event in new]),
+        "data": join_column([event.data for event in new]),
     }
     seq_before: int | None = connection.scalar(_STORE, values)
     return seq_before
@@ -219,11 +219,11 @@ def is_refused_data(error: Exception) -> bool:
     return isinstance(error, DataError)
 
 
-def payload(run_id: str, seq: int, ts: datetime, data: str) -> str:
+def event_json(run_id: str, seq: int, ts: datetime, data: str) -> str:
     """Build the complete JSON object of an event in its wire format."""
     if not data.isascii():
         for mark, escape in _LINE_ENDS:
             data = data.replace(mark, escape)
-    head = f'{{"run_id":"{run_id}","seq":{seq},"ts":"{timestamp(ts)}"'
+    head = f'{{"run_id":"{run_id}","seq":{seq},"ts":"{format_timestamp(ts)}"'
     body = data.lstrip()[1:]
     return f"{head},{body}" if body.lstrip() != "}" else head + "}"

@@ -62,7 +62,7 @@ _LAST_SECONDS = 1.0
 """Time that a slow reader has to receive the end of its stream when this process shuts down."""
 
 
-def cursor(last_event_id: str | None) -> int | None:
+def parse_cursor(last_event_id: str | None) -> int | None:
     """Parse the cursor that a reconnecting client sends; raise ApiError 422 if it is not a valid id."""
     if not last_event_id:
         return None
@@ -84,7 +84,7 @@ def ended_response(status: str, event_seq: int, after: int) -> Response | None:
 class OpenStreams(OpenResponses):
     """Number of open streams of each key."""
 
-    def _refusal(self, limit: int, headers: dict[str, str]) -> ApiError:
+    def _too_many_error(self, limit: int, headers: dict[str, str]) -> ApiError:
         return ApiError(
             429,
             "too_many_streams",
@@ -108,7 +108,7 @@ class StreamResponse(EventSourceResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         open_streams: OpenStreams = self._request.app.state.open_streams
-        with open_streams.counted(self._request.state.caller.key_id):
+        with open_streams.count_open(self._request.state.caller.key_id):
             await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -122,7 +122,7 @@ class StreamResponse(EventSourceResponse):
             self._sending_since = None
 
         serving = asyncio.create_task(super().__call__(scope, receive, send_timed), name="serve a stream")
-        watching = asyncio.create_task(self._watch(serving), name="watch a stream")
+        watching = asyncio.create_task(self._watch_client(serving), name="watch a stream")
         try:
             await asyncio.wait([serving])
         finally:
@@ -140,10 +140,10 @@ class StreamResponse(EventSourceResponse):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        # A timeout around each send costs half as much as the send itself; `_watch` checks the time for all sends.
+        # A timeout around each send costs half as much as the send itself; `_watch_client` checks all of them.
         await send(message)
 
-    async def _watch(self, serving: asyncio.Task[None]) -> None:
+    async def _watch_client(self, serving: asyncio.Task[None]) -> None:
         """Cancel the stream when its client stops reading or loses access.
 
         Runs on a timer: the stream also checks access, but not while a send is blocked.
@@ -197,9 +197,9 @@ def chosen_types(text: str | None, valid: Sequence[str], always: Sequence[str] =
     """
     if text is None:
         return None
-    wanted = frozenset(part.strip() for part in text.split(",") if part.strip())
-    unknown = sorted(wanted - set(valid))
-    if unknown or not wanted:
+    selected = frozenset(part.strip() for part in text.split(",") if part.strip())
+    unknown = sorted(selected - set(valid))
+    if unknown or not selected:
         message = f"unknown event types {', '.join(unknown) or '(none)'}; valid types: {', '.join(valid)}"
         raise ApiError(422, "invalid", message, errors=[FieldError(field="types", code="unknown", message=message)])
-    return wanted | frozenset(always)
+    return selected | frozenset(always)

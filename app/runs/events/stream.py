@@ -54,9 +54,9 @@ class Tail:
         self.position = position
         self.start = position
         """Position after which all events are buffered."""
-        self.kept: deque[tuple[int, Batch]] = deque()
+        self.buffered: deque[tuple[int, Batch]] = deque()
         """Buffered batches, each with the position before it."""
-        self.kept_bytes = 0
+        self.buffered_bytes = 0
         self.readers = 0
         self.is_over = False
         self.is_gone = False
@@ -67,9 +67,9 @@ class Tail:
         self._missed = missed
         self._lag = lag
 
-    async def follow(self) -> None:
+    async def follow_source(self) -> None:
         """Read and distribute events until a run ends or no reader is left."""
-        ticking = asyncio.create_task(self._tick(), name=f"tick {self.source.channel}")
+        ticking = asyncio.create_task(self._wake_periodically(), name=f"tick {self.source.channel}")
         # Check for missed events at once as well: a read may return nothing because an ended run was deleted.
         check_missed_at = time.monotonic()
         try:
@@ -89,7 +89,7 @@ class Tail:
                     log.info("cannot read events of %s, retrying: %s", self.source.channel, error)
                     frames = Batch()
                 if frames:
-                    self._distribute(frames)
+                    self._buffer_frames(frames)
                     if frames[-1].type == self.source.last_type:
                         return
                     if len(frames) == _BATCH or frames.size >= _BATCH_BYTES:
@@ -102,16 +102,16 @@ class Tail:
         finally:
             await async_tasks.cancel_and_wait(ticking)
 
-    def behind(self, position: int) -> Batch:
+    def buffered_after(self, position: int) -> Batch:
         """Return the next buffered events for a reader at or after `start`; empty if it has seen all."""
-        found = Batch()
-        for before, batch in reversed(self.kept):
+        frames = Batch()
+        for before, batch in reversed(self.buffered):
             if batch[-1].seq <= position:
                 break
-            found = batch if before >= position else Batch(frame for frame in batch if frame.seq > position)
-        return found
+            frames = batch if before >= position else Batch(frame for frame in batch if frame.seq > position)
+        return frames
 
-    def wait(self) -> "asyncio.Future[None]":
+    def wait_for_events(self) -> "asyncio.Future[None]":
         """Return a future that completes when there are new events, or after a short time without any."""
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
@@ -124,20 +124,20 @@ class Tail:
             if not future.done():
                 future.set_result(None)
 
-    def _distribute(self, frames: Batch) -> None:
-        self.kept.append((self.position, frames))
-        self.kept_bytes += frames.size
+    def _buffer_frames(self, frames: Batch) -> None:
+        self.buffered.append((self.position, frames))
+        self.buffered_bytes += frames.size
         self.position = frames[-1].seq
-        while self.kept_bytes > _KEPT_BYTES and len(self.kept) > 1:
-            _, dropped = self.kept.popleft()
-            self.kept_bytes -= dropped.size
+        while self.buffered_bytes > _KEPT_BYTES and len(self.buffered) > 1:
+            _, dropped = self.buffered.popleft()
+            self.buffered_bytes -= dropped.size
             self.start = dropped[-1].seq
         self.wake_readers()
         if frames.oldest is not None:
             # The trainer and this process have different clocks, so the difference can be negative.
             self._lag.observe(max(0.0, time.time() - frames.oldest.timestamp()))
 
-    async def _tick(self) -> None:
+    async def _wake_periodically(self) -> None:
         """Wake readers periodically, so that they send keep-alives even while the database does not respond."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
@@ -178,7 +178,7 @@ class Streams:
         for task in list(self._tasks):
             await async_tasks.cancel_and_wait(task)
 
-    def load(self) -> tuple[int, int, int]:
+    def measure_load(self) -> tuple[int, int, int]:
         """Return the number of live streams, of streams that catch up, and of read events not yet delivered."""
         live = backlog = 0
         for source, reader in self._readers:
@@ -187,7 +187,7 @@ class Streams:
                 backlog += max(0, tail.position - reader.position)
         return live, len(self._readers) - live, backlog
 
-    async def read(self, source: Source, after: int) -> Batch:
+    async def read_stored(self, source: Source, after: int) -> Batch:
         """Return the next stored events after a cursor, encoded; concurrent equal calls share one query.
 
         A shared query may have started before the call and miss later commits; the tail delivers these.
@@ -200,39 +200,39 @@ class Streams:
         return await asyncio.shield(reading)
 
     async def read_now(self, source: Source, after: int) -> Batch:
-        """Read like `read`, but never share a query, so that everything committed before the call is included."""
+        """Read like `read_stored`, but never share a query, so everything committed before the call is included."""
         return await asyncio.shield(self._start_read(source, after))
 
     def _start_read(self, source: Source, after: int) -> "asyncio.Task[Batch]":
         # A reader that disconnects during a query must not cancel it, which would invalidate its connection.
-        reading = asyncio.create_task(self._read(source, after), name=f"read {source.channel}")
+        reading = asyncio.create_task(self._read_source(source, after), name=f"read {source.channel}")
         self._tasks.add(reading)
         reading.add_done_callback(self._tasks.discard)
         return reading
 
-    async def _read(self, source: Source, after: int) -> Batch:
+    async def _read_source(self, source: Source, after: int) -> Batch:
         async with self._reads, self._engine.connect() as connection:
-            return await source.read(connection, after, _BATCH, _BATCH_BYTES)
+            return await source.read_batch(connection, after, _BATCH, _BATCH_BYTES)
 
-    async def _missed(self, source: Source, position: int) -> Batch | None:
+    async def _read_missed(self, source: Source, position: int) -> Batch | None:
         async with self._reads, self._engine.connect() as connection:
-            return await source.missed(connection, position)
+            return await source.read_missed(connection, position)
 
-    async def batches(
+    async def stream_batches(
         self,
         source: Source,
         after: int,
         *,
         until: int | None = None,
-        wanted: Callable[[Frame], bool] | None = None,
+        is_selected: Callable[[Frame], bool] | None = None,
         keep_alive: float | None = None,
         still_allowed: Callable[[], Awaitable[bool]] | None = None,
     ) -> AsyncIterator[tuple[int, Batch]]:
         """Yield stored events after `after`, then live ones, as (cursor, frames), in order without gaps or duplicates.
 
-        Only frames for which `wanted` is true are included. If none was sent for `keep_alive` seconds, a batch with the
-        cursor is yielded, or an empty batch if the cursor has not changed. Ends after the `end` event, at `until`, when
-        the run is deleted, or when `still_allowed`, called about every 10 s, returns False.
+        Only frames for which `is_selected` is true are included. If none was sent for `keep_alive` seconds, a batch
+        with the cursor is yielded, or an empty batch if the cursor has not changed. Ends after the `end` event, at
+        `until`, when the run is deleted, or when `still_allowed`, called about every 10 s, returns False.
         """
         keep_alive = KEEP_ALIVE_SECONDS if keep_alive is None else keep_alive
         reader = Reader(after)
@@ -241,7 +241,7 @@ class Streams:
         reported = after
         try:
             while until is None or reader.position < until:
-                frames = await self._next(source, reader, waits=until is None or source.last_type is not None)
+                frames = await self._next_batch(source, reader, waits=until is None or source.last_type is not None)
                 if frames is None:
                     return
                 now = time.monotonic()
@@ -250,8 +250,8 @@ class Streams:
                         frames = Batch(frame for frame in frames if frame.seq <= until)
                     reader.position = frames[-1].seq if frames else until or reader.position
                     over = not frames or frames[-1].type == source.last_type
-                    if wanted is not None:
-                        frames = Batch(frame for frame in frames if wanted(frame))
+                    if is_selected is not None:
+                        frames = Batch(frame for frame in frames if is_selected(frame))
                     if frames:
                         last_sent, reported = now, reader.position
                         yield reader.position, frames
@@ -268,41 +268,41 @@ class Streams:
                         return
         finally:
             self._readers.discard((source, reader))
-            self._leave(reader)
+            self._leave_tail(reader)
 
-    async def _next(self, source: Source, reader: Reader, waits: bool) -> Batch | None:
+    async def _next_batch(self, source: Source, reader: Reader, waits: bool) -> Batch | None:
         """Return the reader's next frames; empty after a short time without any.
 
         Returns None if the run was deleted, and, for a reader that does not wait, if no more events are stored.
         """
         tail = reader.tail
         if tail is not None and tail.start <= reader.position:
-            if frames := tail.behind(reader.position):
+            if frames := tail.buffered_after(reader.position):
                 return frames
             if tail.is_gone:
                 return None
             if not tail.is_over:
-                await tail.wait()
-                return tail.behind(reader.position) if tail.start <= reader.position else Batch()
+                await tail.wait_for_events()
+                return tail.buffered_after(reader.position) if tail.start <= reader.position else Batch()
         # The reader has no tail yet, is too slow for it, or the tail has ended.
-        self._leave(reader)
-        if waits and self._join(source, reader):
+        self._leave_tail(reader)
+        if waits and self._join_tail(source, reader):
             return Batch()
         try:
-            frames = await (self.read if waits else self.read_now)(source, reader.position)
+            frames = await (self.read_stored if waits else self.read_now)(source, reader.position)
         except (SQLAlchemyError, OSError):
             await asyncio.sleep(POLL_SECONDS)
             return Batch()
         if not frames and not waits:
             return None
-        if not frames and not self._join(source, reader):
-            self._begin(source, reader)
+        if not frames and not self._join_tail(source, reader):
+            self._start_tail(source, reader)
             if reader.tail is None:
                 # The tail is ahead of the stored events. Never observed, but it would cause a busy loop.
                 await asyncio.sleep(POLL_SECONDS)
         return frames
 
-    def _join(self, source: Source, reader: Reader) -> bool:
+    def _join_tail(self, source: Source, reader: Reader) -> bool:
         """Join the tail if it buffers all events that the reader needs next; return False otherwise."""
         tail = self._tails.get(source)
         if tail is None or tail.start > reader.position:
@@ -311,32 +311,32 @@ class Streams:
         reader.tail = tail
         return True
 
-    def _begin(self, source: Source, reader: Reader) -> None:
+    def _start_tail(self, source: Source, reader: Reader) -> None:
         """Start a tail at the reader's position, which is at the end of the stored events."""
         if source in self._tails:
             return  # the reader is behind the existing tail: read from Postgres once more
-        tail = self._tails[source] = Tail(source, reader.position, self.read_now, self._missed, self.lag)
-        self._join(source, reader)
+        tail = self._tails[source] = Tail(source, reader.position, self.read_now, self._read_missed, self.lag)
+        self._join_tail(source, reader)
         context = run_context(source.run_id) if isinstance(source, RunSource) else Context()
-        task = asyncio.create_task(self._run(tail), name=f"tail {source.channel}", context=context)
+        task = asyncio.create_task(self._run_tail(tail), name=f"tail {source.channel}", context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    def _leave(reader: Reader) -> None:
+    def _leave_tail(reader: Reader) -> None:
         tail, reader.tail = reader.tail, None
         if tail is not None:
             tail.readers -= 1
             if not tail.readers:
                 tail.wake.set()
 
-    async def _run(self, tail: Tail) -> None:
+    async def _run_tail(self, tail: Tail) -> None:
         try:
-            await self._queue.listen(tail.source.channel, tail.wake.set)
-            await tail.follow()
+            await self._queue.add_listener(tail.source.channel, tail.wake.set)
+            await tail.follow_source()
         finally:
             # Remove the tail first, so that a reader that arrives now starts a new one and misses nothing.
             self._tails.pop(tail.source, None)
             tail.is_over = True
             tail.wake_readers()
-            await self._queue.unlisten(tail.source.channel)
+            await self._queue.remove_listener(tail.source.channel)

@@ -61,7 +61,7 @@ def files_of(folder: FileFolder) -> list[tuple[str, int]]:
     Raises:
         ApiError: 404 if the attempt has no complete log.
     """
-    sizes = {file.path: file.bytes for file in folder.files()[0] if is_log_file(file.path)}
+    sizes = {file.path: file.bytes for file in folder.list_files()[0] if is_log_file(file.path)}
     if not sizes:
         raise ApiError(
             404,
@@ -75,14 +75,14 @@ def files_of(folder: FileFolder) -> list[tuple[str, int]]:
     return [(path, sizes[path]) for name in names for path in log_files(name) if path in sizes]
 
 
-def text(folder: FileFolder, files: Sequence[tuple[str, int]]) -> Iterator[bytes]:
+def read_text(folder: FileFolder, files: Sequence[tuple[str, int]]) -> Iterator[bytes]:
     """Yield the text of the files in pieces of at most 256 KiB.
 
     Raises:
         OSError, StoreUnavailable: A file cannot be read.
     """
     for path, size in files:
-        yield from _decompressed(folder.pieces(path, size))
+        yield from _decompress_gzip(folder.read_chunks(path, size))
 
 
 def matching_lines(pieces: Iterator[bytes], phrase: str, most_bytes: int) -> Iterator[bytes]:
@@ -92,12 +92,12 @@ def matching_lines(pieces: Iterator[bytes], phrase: str, most_bytes: int) -> Ite
         OSError, StoreUnavailable: A file cannot be read, or there are more than `most_bytes` of text.
     """
     needle = phrase.encode(errors="replace")
-    for lines in _lines(_limited(pieces, most_bytes)):
+    for lines in _align_to_lines(_limit_bytes(pieces, most_bytes)):
         is_possible = needle in lines
         yield b"".join(line for line in lines.splitlines(True) if needle in _text_of(line)) if is_possible else b""
 
 
-def search(
+def search_log(
     folder: FileFolder,
     phrase: str,
     levels: Sequence[str] | None,
@@ -112,16 +112,16 @@ def search(
     newest: deque[CompleteLogLine] = deque(maxlen=most_lines)
     matches, searched_bytes, problem = 0, 0, None
 
-    def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    def count_bytes(pieces: Iterator[bytes]) -> Iterator[bytes]:
         nonlocal searched_bytes
         for piece in pieces:
             searched_bytes += len(piece)
             yield piece
 
     try:
-        for lines in matching_lines(counted(text(folder, files_of(folder))), phrase, most_bytes):
+        for lines in matching_lines(count_bytes(read_text(folder, files_of(folder))), phrase, most_bytes):
             for line in lines.splitlines():
-                hit = _parsed(line)
+                hit = _parse_line(line)
                 if (levels is None or hit.level in levels) and (stream is None or hit.stream == stream):
                     matches += 1
                     newest.append(hit)
@@ -130,7 +130,7 @@ def search(
     return SearchResult(matches, [*newest], problem, searched_bytes)
 
 
-def _decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _decompress_gzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the text of a gzip file, as far as there is one: it grows, and a killed worker has not written its end.
 
     What a worker does not write would take time without end: a second part, and bytes without text.
@@ -155,7 +155,7 @@ def _decompressed(pieces: Iterator[bytes]) -> Iterator[bytes]:
             raise OSError("the file is damaged (most of it is no text)")
 
 
-def _limited(pieces: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
+def _limit_bytes(pieces: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
     searched = 0
     for piece in pieces:
         searched += len(piece)
@@ -164,7 +164,7 @@ def _limited(pieces: Iterator[bytes], most_bytes: int) -> Iterator[bytes]:
         yield piece
 
 
-def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _align_to_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the same bytes, so that each piece ends with a line end, as long as no line is longer than any of ours."""
     rest = b""
     for piece in pieces:
@@ -185,7 +185,7 @@ def _text_of(line: bytes) -> bytes:
     return line.split(b" ", _HEAD_FIELDS)[-1]
 
 
-def _parsed(line: bytes) -> CompleteLogLine:
+def _parse_line(line: bytes) -> CompleteLogLine:
     fields = line.decode(errors="replace").split(" ", _HEAD_FIELDS)
     try:
         when, stream, level, shown = fields

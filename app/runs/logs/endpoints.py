@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import CurrentStorage, Reading, Session, release
+from app.api.dependencies import CurrentStorage, Reading, Session, release_connection
 from app.api.errors import ApiError, invalid
 from app.api.open_responses import DownloadLimit
 from app.contracts.errors import FieldError
@@ -65,23 +65,23 @@ async def get_logs(
 ) -> Response:
     """Get the output of the training process."""
     as_events = "text/event-stream" in request.headers.get("accept", "")
-    sent = responses.cursor(last_event_id) if as_events else None
+    sent = responses.parse_cursor(last_event_id) if as_events else None
     # A stream may last for days: the session is closed before the first byte.
     async with _log_searches(request) if tail and grep else nullcontext(), request.app.state.sessions() as session:
-        run = await service.get(session, run_id)
+        run = await service.get_run(session, run_id)
         after = (
-            await lines.cursor(session, run, tail, grep)
+            await lines.find_tail_cursor(session, run, tail, grep)
             if sent is None
             else max(min(sent, run.event_seq), run.first_seq - 1)
         )
     if as_events and (over := responses.ended_response(run.status, run.event_seq, after)):
         return over
     streams: Streams = request.app.state.streams
-    batches = streams.batches(
+    batches = streams.stream_batches(
         RunSource(run_id),
         after,
         until=None if follow and run.status not in TERMINAL else run.event_seq,
-        wanted=(lambda frame: lines.is_shown(frame, grep)) if as_events else None,
+        is_selected=(lambda frame: lines.is_shown(frame, grep)) if as_events else None,
         still_allowed=lambda: responses.still_allowed(request),
     )
     if as_events:
@@ -110,10 +110,10 @@ async def get_log_lines(
     if before is not None and after is not None:
         message = "name either `before` or `after`"
         raise invalid([FieldError(field="after", code="conflict", message=message)])
-    run = await service.get(session, run_id)
-    where = window.conditions(level, stream, attempt)
-    found, has_more = await window.lines(session, run.id, before=before, after=after, limit=limit, where=where)
-    return LogLines(data=found, has_more=has_more)
+    run = await service.get_run(session, run_id)
+    where = window.filter_conditions(level, stream, attempt)
+    log_lines, has_more = await window.read_lines(session, run.id, before=before, after=after, limit=limit, where=where)
+    return LogLines(data=log_lines, has_more=has_more)
 
 
 @router.get("/{run_id}/logs/search")
@@ -138,13 +138,13 @@ async def search_log(
     storage: Storage = request.app.state.storage
     async with _log_searches(request):
         async with request.app.state.reading_sessions() as session:
-            run = await service.get(session, run_id)
-            where = window.conditions(level, stream, attempt)
-            found, has_more = await window.hits(session, run.id, q, before=before, limit=limit, where=where)
+            run = await service.get_run(session, run_id)
+            where = window.filter_conditions(level, stream, attempt)
+            hits, has_more = await window.find_hits(session, run.id, q, before=before, limit=limit, where=where)
             left_out = {} if before is not None else await complete.left_out_lines(session, run.id)
             if attempt is not None:
                 left_out = {number: count for number, count in left_out.items() if number == attempt}
-            folders = {number: await _folder(session, storage, run_id, number) for number in left_out}
+            folders = {number: await _folder_or_error(session, storage, run_id, number) for number in left_out}
         logs: list[CompleteLogHits] = []
         text_bytes, lines_left = complete.MOST_SEARCHED_BYTES, complete.MOST_HITS
         for number in sorted(left_out, reverse=True):
@@ -154,10 +154,10 @@ async def search_log(
             logs.append(log)
             text_bytes -= searched_bytes
             lines_left -= len(log.data)
-    return LogHits(data=found, has_more=has_more, complete=logs[::-1])
+    return LogHits(data=hits, has_more=has_more, complete=logs[::-1])
 
 
-async def _folder(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> FileFolder | ApiError:
+async def _folder_or_error(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> FileFolder | ApiError:
     try:
         return await attempt_folder(session, storage, run_id, attempt)
     except ApiError as error:
@@ -187,7 +187,7 @@ async def _search_complete_log(
         if isinstance(folder, ApiError):
             raise folder
         result = await storage.in_transfer(
-            complete.search, folder, phrase, window.levels(level), stream, most_bytes, most_lines
+            complete.search_log, folder, phrase, window.selected_levels(level), stream, most_bytes, most_lines
         )
     except (ApiError, StoreUnavailable) as error:
         return hits.model_copy(update={"problem": error.detail if isinstance(error, ApiError) else str(error)}), 0
@@ -225,41 +225,41 @@ async def get_complete_log(
     The log of an attempt is a file that its worker writes. With an object store, it is there once the attempt has
     ended.
     """
-    run = await service.get(session, run_id)
+    run = await service.get_run(session, run_id)
     attempts = [attempt] if attempt is not None else list(range(1, run.attempt + 1))
-    folders = [(number, await _folder(session, storage, run_id, number)) for number in attempts]
-    await release(session)
+    folders = [(number, await _folder_or_error(session, storage, run_id, number)) for number in attempts]
+    await release_connection(session)
     if len(folders) == 1:  # otherwise a line says which log is missing, and why
-        await storage.in_thread(_files, folders[0][1])
+        await storage.in_thread(_list_files, folders[0][1])
     name = run_id if attempt is None else f"{run_id}-attempt-{attempt}"
     headers = {
         "Content-Disposition": f'attachment; filename="{name}.log"',
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "private, no-store",
     }
-    pieces = _logs(folders, grep)
-    return StreamingResponse(_sent(storage, pieces), media_type="text/plain; charset=utf-8", headers=headers)
+    pieces = _attempt_texts(folders, grep)
+    return StreamingResponse(_read_in_threads(storage, pieces), media_type="text/plain; charset=utf-8", headers=headers)
 
 
-def _files(folder: FileFolder | ApiError) -> list[tuple[str, int]]:
+def _list_files(folder: FileFolder | ApiError) -> list[tuple[str, int]]:
     if isinstance(folder, ApiError):
         raise folder
     return complete.files_of(folder)
 
 
-def _logs(folders: Sequence[tuple[int, FileFolder | ApiError]], grep: str | None) -> Iterator[bytes]:
+def _attempt_texts(folders: Sequence[tuple[int, FileFolder | ApiError]], grep: str | None) -> Iterator[bytes]:
     for number, folder in folders:
         try:
-            files = _files(folder)
+            files = _list_files(folder)
         except ApiError as error:
             yield f"# attempt {number}: {error.detail}\n".encode()
             continue
         assert not isinstance(folder, ApiError)  # noqa: S101
-        pieces = complete.text(folder, files)
+        pieces = complete.read_text(folder, files)
         yield from complete.matching_lines(pieces, grep, complete.MOST_SEARCHED_BYTES) if grep else pieces
 
 
-async def _sent(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _read_in_threads(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
     while (piece := await storage.in_thread(next, pieces, None)) is not None:
         if piece:
             yield piece

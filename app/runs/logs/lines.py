@@ -12,7 +12,7 @@ from app.tables.events import RunEvent
 from app.tables.runs import Run
 
 
-async def cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | None) -> int:
+async def find_tail_cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | None) -> int:
     """Return the `seq` after which the last `tail` lines (None: all) that contain `grep` begin."""
     if tail == 0:
         return run.event_seq
@@ -28,28 +28,28 @@ async def cursor(session: AsyncSession, run: Run, tail: int | None, grep: str | 
     return int(first) - 1 if count == tail else run.first_seq - 1
 
 
-async def lines(batches: Batches, grep: str | None) -> AsyncIterator[str]:
+async def follow_lines(batches: Batches, grep: str | None) -> AsyncIterator[str]:
     """Yield lines as they arrive, without line ends."""
     async for _, frames in batches:
         for frame in frames:
-            if (line := _line(frame, grep)) is not None:
+            if (line := _line_text(frame, grep)) is not None:
                 yield line
 
 
 async def as_text(batches: Batches, grep: str | None) -> AsyncIterator[bytes]:
     """Yield lines as they arrive, as a `text/plain` body."""
     async for _, frames in batches:
-        found = [line for frame in frames if (line := _line(frame, grep)) is not None]
-        if found:
-            yield ("\n".join(found) + "\n").encode()
+        lines = [line for frame in frames if (line := _line_text(frame, grep)) is not None]
+        if lines:
+            yield ("\n".join(lines) + "\n").encode()
 
 
 def is_shown(frame: Frame, grep: str | None) -> bool:
     """Return True for a `log` event that contains `grep`, and for `end`."""
-    return frame.type == "end" or _line(frame, grep) is not None
+    return frame.type == "end" or _line_text(frame, grep) is not None
 
 
-def _line(frame: Frame, grep: str | None) -> str | None:
+def _line_text(frame: Frame, grep: str | None) -> str | None:
     if frame.type != "log":
         return None
     line: str = json.loads(frame.json).get("line", "")

@@ -13,7 +13,7 @@ _DATA = RunEvent.__table__.c.data
 _LINE = _DATA["line"].astext
 
 
-async def lines(
+async def read_lines(
     session: AsyncSession, run_id: str, *, before: int | None, after: int | None, limit: int, where: Sequence[Any] = ()
 ) -> tuple[list[LogLine], bool]:
     """Return lines in order, and whether there are more in the direction of reading.
@@ -29,40 +29,42 @@ async def lines(
     order = RunEvent.seq if after is not None else RunEvent.seq.desc()
     rows = (await session.execute(query.order_by(order).limit(limit + 1))).all()
     shown = rows[:limit] if after is not None else rows[:limit][::-1]
-    found = [
+    log_lines = [
         LogLine(seq=seq, ts=ts, attempt=attempt, line=line or "", stream=stream or "stdout", level=level or "info")
         for seq, ts, attempt, line, stream, level in shown
     ]
-    return found, len(rows) > limit
+    return log_lines, len(rows) > limit
 
 
-async def hits(
-    session: AsyncSession, run_id: str, wanted: str, *, before: int | None, limit: int, where: Sequence[Any] = ()
+async def find_hits(
+    session: AsyncSession, run_id: str, phrase: str, *, before: int | None, limit: int, where: Sequence[Any] = ()
 ) -> tuple[list[int], bool]:
     """Return the `seq` of the newest lines that contain a text, in order, and whether there are older ones."""
     query = select(RunEvent.seq).where(
-        RunEvent.run_id == run_id, RunEvent.type == "log", func.strpos(_LINE, wanted) > 0, *where
+        RunEvent.run_id == run_id, RunEvent.type == "log", func.strpos(_LINE, phrase) > 0, *where
     )
     if before is not None:
         query = query.where(RunEvent.seq < before)
-    found = (await session.scalars(query.order_by(RunEvent.seq.desc()).limit(limit + 1))).all()
-    return list(found[:limit][::-1]), len(found) > limit
+    seqs = (await session.scalars(query.order_by(RunEvent.seq.desc()).limit(limit + 1))).all()
+    return list(seqs[:limit][::-1]), len(seqs) > limit
 
 
-def levels(level: LogLevel | None) -> tuple[LogLevel, ...] | None:
+def selected_levels(level: LogLevel | None) -> tuple[LogLevel, ...] | None:
     """Return the levels that a filter selects; None: any."""
     if level is None:
         return None
     return ("warning", "error") if level == "warning" else (level,)
 
 
-def conditions(level: LogLevel | None, stream: LogStream | None, attempt: int | None) -> list[ColumnElement[bool]]:
+def filter_conditions(
+    level: LogLevel | None, stream: LogStream | None, attempt: int | None
+) -> list[ColumnElement[bool]]:
     """Return the conditions of a filter; None: any."""
-    found: list[ColumnElement[bool]] = []
-    if (wanted := levels(level)) is not None:
-        found.append(_DATA["level"].astext.in_(wanted))
+    conditions: list[ColumnElement[bool]] = []
+    if (accepted_levels := selected_levels(level)) is not None:
+        conditions.append(_DATA["level"].astext.in_(accepted_levels))
     if stream is not None:
-        found.append(func.coalesce(_DATA["stream"].astext, "stdout") == stream)
+        conditions.append(func.coalesce(_DATA["stream"].astext, "stdout") == stream)
     if attempt is not None:
-        found.append(RunEvent.attempt == attempt)
-    return found
+        conditions.append(RunEvent.attempt == attempt)
+    return conditions

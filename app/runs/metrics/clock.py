@@ -4,7 +4,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.contracts.schemas.runs.curves import Clock
-from app.runs.metrics.curves import _counting
+from app.runs.metrics.curves import _valid_stretches
 from app.runs.metrics.rollups import highest_level, points_of
 
 _MOST_ROWS = 100
@@ -39,19 +39,19 @@ _TIMES = text(
 )
 
 
-async def clock(session: AsyncSession, run_id: str) -> Clock:
+async def read_clock(session: AsyncSession, run_id: str) -> Clock:
     """Return the times of at most some hundred steps, of the newest pass; none of events that were pruned."""
     rows = (await session.execute(_PASSES, {"run_id": run_id})).all()
-    stretches = _counting(rows)
+    stretches = _valid_stretches(rows)
     level = 1
     while sum(stretch.about for stretch in stretches) > points_of(level) * _MOST_ROWS:
         level += 1
-    wanted = {
+    parameters = {
         "attempts": [stretch.row.attempt for stretch in stretches],
         "segments": [stretch.row.segment for stretch in stretches],
         "levels": [min(level, highest_level(stretch.row.points)) for stretch in stretches],
         "lows": [stretch.low for stretch in stretches],
         "highs": [stretch.high for stretch in stretches],
     }
-    found = (await session.execute(_TIMES, {"run_id": run_id, **wanted})).all() if stretches else []
-    return Clock(steps=[row.step for row in found], seconds=[round(row.seconds, 3) for row in found])
+    times = (await session.execute(_TIMES, {"run_id": run_id, **parameters})).all() if stretches else []
+    return Clock(steps=[row.step for row in times], seconds=[round(row.seconds, 3) for row in times])

@@ -14,7 +14,7 @@ from app.api.errors import not_found
 from app.contracts.schemas.runs.curves import Series
 from app.runs.events.log import MEASURED
 from app.runs.metrics.points import CHUNK, Points, read_points
-from app.runs.metrics.rollups import MOST_STEP, VALUES, highest_level, points_of, step_of, values
+from app.runs.metrics.rollups import MOST_STEP, VALUES, highest_level, points_of, series_values, step_of
 
 READS_AT_A_TIME = 2
 """Curves that one process reads concurrently: each may take a connection and a core for a second."""
@@ -60,7 +60,7 @@ _PIECES_OF_NAME = text(_PIECES.format(_OF_NAME))
 _ANY_POINT = text("SELECT EXISTS (SELECT " + _EVENTS.format("LIMIT 1") + ")")
 
 
-async def curves(
+async def read_curves(
     session: AsyncSession,
     run_id: str,
     names: Sequence[str] | None,
@@ -91,17 +91,17 @@ async def curves(
         points = await read_points(session, run_id, names, from_step, last)
     else:
         reading = _Reading(session, run_id, first_seq, names)
-        stretches = [stretch for stretch in _counting(whole) if stretch.narrow(from_step, last)]
+        stretches = [stretch for stretch in _valid_stretches(whole) if stretch.narrow_to(from_step, last)]
         for kind in MEASURED:
-            await reading.read([stretch for stretch in stretches if stretch.row.kind == kind], max_points)
+            await reading.read_points([stretch for stretch in stretches if stretch.row.kind == kind], max_points)
         points = reading.points
     if sum(map(len, points.values())) <= _FEW:
-        return _thinned(points, max_points)
-    return await asyncio.to_thread(_thinned, points, max_points)
+        return _thin_all(points, max_points)
+    return await asyncio.to_thread(_thin_all, points, max_points)
 
 
-def _thinned(points: Points, most: int) -> dict[str, Series]:
-    return {name: _series(found, most) for name, found in points.items()}
+def _thin_all(points: Points, most: int) -> dict[str, Series]:
+    return {name: _thin_series(found, most) for name, found in points.items()}
 
 
 async def _is_any_outside(session: AsyncSession, run_id: str, whole: Sequence[Any]) -> bool:
@@ -112,12 +112,12 @@ async def _is_any_outside(session: AsyncSession, run_id: str, whole: Sequence[An
             gaps.append((reached + 1, first - 1))
         reached = max(reached, last)
     gaps.append((reached + 1, _NEVER))
-    return bool(await session.scalar(_ANY_POINT, _ranges(run_id, gaps)))
+    return bool(await session.scalar(_ANY_POINT, _range_parameters(run_id, gaps)))
 
 
-def _ranges(run_id: str, ranges: Iterable[tuple[int, int]]) -> dict[str, Any]:
-    found = list(ranges)
-    return {"run_id": run_id, "lows": [low for low, _ in found], "highs": [high for _, high in found]}
+def _range_parameters(run_id: str, ranges: Iterable[tuple[int, int]]) -> dict[str, Any]:
+    pairs = list(ranges)
+    return {"run_id": run_id, "lows": [low for low, _ in pairs], "highs": [high for _, high in pairs]}
 
 
 @dataclass
@@ -128,7 +128,7 @@ class _Stretch:
     low: int
     high: int
 
-    def narrow(self, low: int, high: int) -> bool:
+    def narrow_to(self, low: int, high: int) -> bool:
         """Restrict the steps to this range; return True if any are left."""
         self.low, self.high = max(self.low, low), min(self.high, high)
         return self.low <= self.high
@@ -139,18 +139,18 @@ class _Stretch:
         share = (self.high - self.low + 1) / (self.row.last_step - self.row.first_step + 1)
         return math.ceil(float(self.row.points * share))
 
-    def holds(self, row: Any) -> bool:
+    def contains_row(self, row: Any) -> bool:
         """Return True if a whole row is valid."""
         return bool(self.low <= row.first_step and row.last_step <= self.high)
 
-    def held(self, rows: Sequence[Any]) -> Sequence[Any]:
+    def contained_rows(self, rows: Sequence[Any]) -> Sequence[Any]:
         """Return the rows, given in order, that are valid as a whole."""
         if rows and self.low <= rows[0].first_step and rows[-1].last_step <= self.high:
             return rows
-        return [row for row in rows if self.holds(row)]
+        return [row for row in rows if self.contains_row(row)]
 
 
-def _counting(whole: Sequence[Any]) -> list[_Stretch]:
+def _valid_stretches(whole: Sequence[Any]) -> list[_Stretch]:
     """Return the steps of each segment that no later segment has trained again.
 
     A later point replaces those of its own kind from its step on, and those of other kinds after its step: an
@@ -159,18 +159,18 @@ def _counting(whole: Sequence[Any]) -> list[_Stretch]:
     segments: dict[tuple[int, int], list[Any]] = {}
     for row in whole:
         segments.setdefault((row.attempt, row.segment), []).append(row)
-    found = []
+    stretches = []
     first = MOST_STEP
     first_of_kind = dict.fromkeys(MEASURED, MOST_STEP + 1)
     for key in sorted(segments, reverse=True):
         for row in segments[key]:
             high = min(first, first_of_kind[row.kind] - 1, row.last_step)
             if row.first_step <= high:
-                found.append(_Stretch(row, row.first_step, high))
+                stretches.append(_Stretch(row, row.first_step, high))
         for row in segments[key]:
             first = min(first, row.first_step)
             first_of_kind[row.kind] = min(first_of_kind[row.kind], row.first_step)
-    return found[::-1]
+    return stretches[::-1]
 
 
 def _is_in(stretch: _Stretch, step: int) -> bool:
@@ -189,19 +189,21 @@ class _Reading:
         self._ends: dict[str, tuple[int, float | None, int, float | None]] = {}
         """First and last step of each series, with their values."""
 
-    async def read(self, stretches: list[_Stretch], max_points: int) -> None:
+    async def read_points(self, stretches: list[_Stretch], max_points: int) -> None:
         """Read the points of one kind, or only the lowest and the highest of each row if there are too many."""
         about = sum(stretch.about for stretch in stretches)
         level = 1
         while points_of(level) * max_points < 2 * about:
             level += 1
         while True:
-            found = [(stretch, await self._pieces(stretch, level)) for stretch in stretches]
-            is_little = sum(row.points for stretch, rows in found for row in stretch.held(rows)) <= max_points
+            pieces = [(stretch, await self._overlapping_rows(stretch, level)) for stretch in stretches]
+            is_little = (
+                sum(row.points for stretch, rows in pieces for row in stretch.contained_rows(rows)) <= max_points
+            )
             if level == 1 or not is_little:
                 break
             level -= 1  # the points are denser elsewhere
-        for stretch, rows in found:
+        for stretch, rows in pieces:
             if is_little and self._has_events(rows):
                 await self._take_events(stretch, rows)
             else:
@@ -209,12 +211,12 @@ class _Reading:
         for name, (first, first_value, last, last_value) in self._ends.items():
             self.points[name].update({first: first_value, last: last_value})
 
-    async def _pieces(self, stretch: _Stretch, level: int) -> list[Any]:
+    async def _overlapping_rows(self, stretch: _Stretch, level: int) -> list[Any]:
         """Return the rows of a level, or of the highest existing level below it, that overlap a stretch."""
         level = min(level, highest_level(stretch.row.points))
-        return await self._touching(stretch, level, stretch.low, stretch.high)
+        return await self._select_rows(stretch, level, stretch.low, stretch.high)
 
-    async def _touching(self, stretch: _Stretch, level: int, low: int, high: int) -> list[Any]:
+    async def _select_rows(self, stretch: _Stretch, level: int, low: int, high: int) -> list[Any]:
         row = stretch.row
         place = {
             "run_id": self._run_id,
@@ -223,35 +225,37 @@ class _Reading:
             "kind": row.kind,
             "level": level,
         }
-        wanted: dict[str, Any] = {**place, "low": low, "high": high}
+        parameters: dict[str, Any] = {**place, "low": low, "high": high}
         if self._names is None:
-            found = await self._session.execute(_PIECES_OF_ALL, wanted)
+            rows = await self._session.execute(_PIECES_OF_ALL, parameters)
         elif len(self._names) == 1:
-            found = await self._session.execute(_PIECES_OF_NAME, {**wanted, "name": self._names[0]})
+            rows = await self._session.execute(_PIECES_OF_NAME, {**parameters, "name": self._names[0]})
         else:
-            found = await self._session.execute(_PIECES_OF_NAMES, {**wanted, "names": self._names})
-        return list(found.all())
+            rows = await self._session.execute(_PIECES_OF_NAMES, {**parameters, "names": self._names})
+        return list(rows.all())
 
     def _has_events(self, rows: Sequence[Any]) -> bool:
         """Return True if retention has kept the events of these rows."""
         return bool(rows) and rows[0].first_seq >= self._first_seq
 
     async def _take_pieces(self, stretch: _Stretch, rows: list[Any], level: int) -> None:
-        whole = stretch.held(rows)
+        whole = stretch.contained_rows(rows)
         self._take_whole(whole)
-        for row in [] if whole is rows else [row for row in rows if not stretch.holds(row)]:
+        for row in [] if whole is rows else [row for row in rows if not stretch.contains_row(row)]:
             low, high = max(stretch.low, row.first_step), min(stretch.high, row.last_step)
-            fine = rows if level == 1 else await self._touching(stretch, 1, low, high)
-            torn = [one for one in fine if not stretch.holds(one) and one.last_step >= low and one.first_step <= high]
+            fine = rows if level == 1 else await self._select_rows(stretch, 1, low, high)
+            torn = [
+                one for one in fine if not stretch.contains_row(one) and one.last_step >= low and one.first_step <= high
+            ]
             if self._has_events(torn):
                 await self._take_events(_Stretch(stretch.row, low, high), torn)
             else:
-                for one in torn:
-                    self._take_extents(stretch, one)
+                for piece in torn:
+                    self._take_extents(stretch, piece)
             if level > 1:
-                for one in fine:
-                    if one not in torn:
-                        self._take_extents(stretch, one)
+                for piece in fine:
+                    if piece not in torn:
+                        self._take_extents(stretch, piece)
 
     def _take_whole(self, rows: Iterable[Any]) -> None:
         """Add rows that are valid as a whole."""
@@ -265,7 +269,7 @@ class _Reading:
                     points[first] = at_first  # of a row with only gaps, one is shown
                 else:
                     points[low], points[high] = lowest, highest
-                self._reach(name, first, at_first, last, at_last)
+                self._extend_ends(name, first, at_first, last, at_last)
 
     def _take_extents(self, stretch: _Stretch, row: Any) -> None:
         """Add the valid part of a row."""
@@ -278,9 +282,9 @@ class _Reading:
                 if extent[place] in shown:
                     points[extent[place]] = extent[place + 1]
             first, last = min(shown), max(shown)
-            self._reach(name, first, shown[first], last, shown[last])
+            self._extend_ends(name, first, shown[first], last, shown[last])
 
-    def _reach(self, name: str, first: int, at_first: float | None, last: int, at_last: float | None) -> None:
+    def _extend_ends(self, name: str, first: int, at_first: float | None, last: int, at_last: float | None) -> None:
         ends = self._ends.get(name)
         if ends is None:
             self._ends[name] = (first, at_first, last, at_last)
@@ -291,12 +295,12 @@ class _Reading:
             self._ends[name] = (*ends[:2], last, at_last)
 
     async def _take_events(self, stretch: _Stretch, rows: Sequence[Any]) -> None:
-        ranges = _ranges(self._run_id, ((row.first_seq, row.last_seq) for row in rows))
-        found = await self._session.stream(_POINTS.execution_options(yield_per=CHUNK), ranges)
-        async for chunk in found.partitions():
-            await asyncio.to_thread(self._add, chunk, stretch)
+        ranges = _range_parameters(self._run_id, ((row.first_seq, row.last_seq) for row in rows))
+        events = await self._session.stream(_POINTS.execution_options(yield_per=CHUNK), ranges)
+        async for chunk in events.partitions():
+            await asyncio.to_thread(self._add_events, chunk, stretch)
 
-    def _add(self, events: Iterable[Any], stretch: _Stretch) -> None:
+    def _add_events(self, events: Iterable[Any], stretch: _Stretch) -> None:
         for kind, attempt, data in events:
             if kind != stretch.row.kind or attempt != stretch.row.attempt:
                 continue
@@ -304,26 +308,26 @@ class _Reading:
             step = step_of(point)
             if step is None or not stretch.low <= step <= stretch.high:
                 continue
-            for name, value in values(kind, point):
+            for name, value in series_values(kind, point):
                 if self._names is None or name in self.points:
                     self.points.setdefault(name, {})[step] = value
 
 
-def _series(points: dict[int, float | None], most: int) -> Series:
+def _thin_series(points: dict[int, float | None], most: int) -> Series:
     """Thin a series to its first and last point, and the lowest and highest of each section between them."""
     steps = sorted(points)
-    found = [points[step] for step in steps]
-    finite = [value for value in found if value is not None]
+    values = [points[step] for step in steps]
+    finite = [value for value in values if value is not None]
     if len(steps) > most:
         chosen = {0, len(steps) - 1}
         stretches = max(1, (most - 2) // 2)
         inner = len(steps) - 2
         for number in range(stretches):
             stretch = range(1 + inner * number // stretches, 1 + inner * (number + 1) // stretches)
-            known = [(value, index) for index in stretch if (value := found[index]) is not None]
+            known = [(value, index) for index in stretch if (value := values[index]) is not None]
             if known:
                 chosen.add(min(known)[1])
                 chosen.add(max(known)[1])
         order = sorted(chosen)
-        steps, found = [steps[index] for index in order], [found[index] for index in order]
-    return Series(steps=steps, values=found, min=min(finite, default=None), max=max(finite, default=None))
+        steps, values = [steps[index] for index in order], [values[index] for index in order]
+    return Series(steps=steps, values=values, min=min(finite, default=None), max=max(finite, default=None))

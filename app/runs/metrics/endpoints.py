@@ -49,14 +49,14 @@ async def get_metrics(
     """Get the curves of a run; thinned curves keep every extreme."""
     # The name of a metric in an evaluation is accepted for its series.
     parts = [name.strip() for name in names.split(",") if name.strip()] if names else []
-    asked = {name: f"eval.{name}" if name.startswith("eval_") else name for name in parts}
-    wanted = list(dict.fromkeys(asked.values())) if names else None
-    found = await curves.curves(session, run_id, wanted, from_step, to_step, max_points)
+    full_names = {name: f"eval.{name}" if name.startswith("eval_") else name for name in parts}
+    selected = list(dict.fromkeys(full_names.values())) if names else None
+    series = await curves.read_curves(session, run_id, selected, from_step, to_step, max_points)
     return RunMetrics(
         run_id=run_id,
         last_seq=await session.scalar(select(Run.event_seq).where(Run.id == run_id)) or 0,
-        series={name: found[full] for name, full in asked.items()} if asked else found,
-        clock=await times.clock(session, run_id) if clock else None,
+        series={name: series[full] for name, full in full_names.items()} if full_names else series,
+        clock=await times.read_clock(session, run_id) if clock else None,
     )
 
 
@@ -79,15 +79,17 @@ async def get_curves(
     max_points: Annotated[int, Query(ge=4, le=5000, description="Maximum number of points per run.")] = 500,
 ) -> RunCurves:
     """Get one curve of several runs; thinned curves keep every extreme."""
-    wanted = list(dict.fromkeys(part.strip() for part in ids.split(",") if part.strip()))
-    if not 1 <= len(wanted) <= _MOST_RUNS:
+    run_ids = list(dict.fromkeys(part.strip() for part in ids.split(",") if part.strip()))
+    if not 1 <= len(run_ids) <= _MOST_RUNS:
         message = f"name 1 to {_MOST_RUNS} different runs, separated by commas"
         raise invalid([FieldError(field="ids", code="wrong_number", message=message)])
     full = f"eval.{name}" if name.startswith("eval_") else name
     data = []
-    for run_id in wanted:
-        found = await curves.curves(session, run_id, list(dict.fromkeys([full, "epoch"])), 0, None, max_points)
+    for run_id in run_ids:
+        series = await curves.read_curves(session, run_id, list(dict.fromkeys([full, "epoch"])), 0, None, max_points)
         data.append(
-            RunCurve(run_id=run_id, series=found[full], epoch=found["epoch"], clock=await times.clock(session, run_id))
+            RunCurve(
+                run_id=run_id, series=series[full], epoch=series["epoch"], clock=await times.read_clock(session, run_id)
+            )
         )
     return RunCurves(name=name, data=data)

@@ -10,7 +10,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.contracts.methods import METHODS
-from app.runs.metrics.curves import _counting
+from app.runs.metrics.curves import _valid_stretches
 from app.runs.metrics.rollups import VALUES, highest_level, points_of
 
 MOST_POINTS = 32
@@ -70,7 +70,7 @@ class Outline:
     is_of_rewards: bool
 
 
-async def outlines(connection: AsyncConnection, methods: Mapping[str, str]) -> dict[str, Outline]:
+async def read_outlines(connection: AsyncConnection, methods: Mapping[str, str]) -> dict[str, Outline]:
     """Return the outlines of those of the runs that have metrics. Of steps trained twice, the newest pass counts.
 
     `methods` are by run id.
@@ -79,27 +79,27 @@ async def outlines(connection: AsyncConnection, methods: Mapping[str, str]) -> d
     segments: dict[str, list[Any]] = {}
     for row in (await connection.execute(_PASSES, {"ids": run_ids, "speed": _SPEED})).all():
         segments.setdefault(row.run_id, []).append(row)
-    wanted: list[tuple[str, int, int, int, int, int]] = []
+    pieces: list[tuple[str, int, int, int, int, int]] = []
     short: dict[str, list[Any]] = {}
     for run_id, rows in segments.items():
-        stretches = _counting(rows)
+        stretches = _valid_stretches(rows)
         if sum(row.points for row in rows) <= _SHORT:
             short[run_id] = stretches
             continue
-        level = _level(sum(stretch.about for stretch in stretches))
+        level = _level_of_points(sum(stretch.about for stretch in stretches))
         for stretch in stretches:
             place = (run_id, stretch.row.attempt, stretch.row.segment)
-            wanted.append((*place, min(level, highest_level(stretch.row.points)), stretch.low, stretch.high))
+            pieces.append((*place, min(level, highest_level(stretch.row.points)), stretch.low, stretch.high))
     points = await _of_events(connection, short, rewarded)
     names = ("run_ids", "attempts", "segments", "levels", "lows", "highs")
-    columns = {name: [one[place] for one in wanted] for place, name in enumerate(names)}
-    series = [_REWARD if one[0] in rewarded else "loss" for one in wanted]
-    for place, extent in (await connection.execute(_PIECES, {**columns, "series": series})).all() if wanted else ():
+    columns = {name: [one[place] for one in pieces] for place, name in enumerate(names)}
+    series = [_REWARD if one[0] in rewarded else "loss" for one in pieces]
+    for place, extent in (await connection.execute(_PIECES, {**columns, "series": series})).all() if pieces else ():
         if extent is not None:
-            run_id, *_, low, high = wanted[place - 1]
-            points.setdefault(run_id, {}).update(_points(json.loads(extent), low, high))
+            run_id, *_, low, high = pieces[place - 1]
+            points.setdefault(run_id, {}).update(_extent_points(json.loads(extent), low, high))
     return {
-        run_id: Outline(_thinned(points.get(run_id, {})), _speed(rows[-1].speed), run_id in rewarded)
+        run_id: Outline(_thin_values(points.get(run_id, {})), _last_speed(rows[-1].speed), run_id in rewarded)
         for run_id, rows in segments.items()
     }
 
@@ -118,7 +118,7 @@ async def _of_events(
     return points
 
 
-def _level(points: int) -> int:
+def _level_of_points(points: int) -> int:
     """Return the lowest level with at most `MOST_POINTS` rows for this many points."""
     level = 1
     while points > points_of(level) * MOST_POINTS:
@@ -126,26 +126,26 @@ def _level(points: int) -> int:
     return level
 
 
-def _points(extent: list[Any], low: int, high: int) -> Iterable[tuple[int, float | None]]:
+def _extent_points(extent: list[Any], low: int, high: int) -> Iterable[tuple[int, float | None]]:
     ends = [(extent[place], extent[place + 1]) for place in (_FIRST_STEP, _LOW_STEP, _HIGH_STEP, _LAST_STEP)]
     return [(step, value) for step, value in ends if step is not None and low <= step <= high]
 
 
-def _thinned(points: dict[int, float | None]) -> list[float | None]:
+def _thin_values(points: dict[int, float | None]) -> list[float | None]:
     values = [points[step] for step in sorted(points)]
     if len(values) > MOST_POINTS:
         last = len(values) - 1
         values = [values[round(index * last / (MOST_POINTS - 1))] for index in range(MOST_POINTS)]
-    return [None if value is None else _rounded(value) for value in values]
+    return [None if value is None else _round_value(value) for value in values]
 
 
-def _rounded(value: float) -> float:
+def _round_value(value: float) -> float:
     """Round to three significant digits."""
     if value == 0 or abs(value) > _HIGHEST_ROUNDED:
         return value
     return round(value, 2 - math.floor(math.log10(abs(value))))
 
 
-def _speed(extent: str | None) -> int | None:
+def _last_speed(extent: str | None) -> int | None:
     last = json.loads(extent)[_LAST] if extent else None
     return None if last is None else round(last)

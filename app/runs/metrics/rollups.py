@@ -19,7 +19,7 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Connection, text
 
-from app.infra.db import column
+from app.infra.db import join_column
 from app.runs.events.log import MEASURED, NewEvent, Stored
 
 NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
@@ -54,10 +54,10 @@ def step_of(data: dict[str, Any]) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= MOST_STEP else None
 
 
-def values(kind: str, data: dict[str, Any]) -> list[tuple[str, float | None]]:
+def series_values(kind: str, data: dict[str, Any]) -> list[tuple[str, float | None]]:
     """Return the series of one event: numbers, and None for measured values that were not finite."""
-    found = data.get("metrics" if kind == "eval" else "extra")
-    more = found if isinstance(found, dict) else {}
+    nested = data.get("metrics" if kind == "eval" else "extra")
+    more = nested if isinstance(nested, dict) else {}
     cut_out = data.get("non_finite")
     gaps = {name for name in cut_out if isinstance(name, str)} if isinstance(cut_out, list) else set()
     if kind == "eval":
@@ -74,7 +74,7 @@ def values(kind: str, data: dict[str, Any]) -> list[tuple[str, float | None]]:
     return series
 
 
-def _join(into: Series, later: Series) -> None:
+def _join_series(into: Series, later: Series) -> None:
     for name, extent in later.items():
         old = into.get(name)
         if old is None:
@@ -110,21 +110,21 @@ class _Row:
     rows: int = 0
     series: Series = field(default_factory=dict)
 
-    def join(self, later: "_Row") -> None:
+    def join_row(self, later: "_Row") -> None:
         if not self.points:
             self.first_step, self.first = later.first_step, later.first
         self.last_step, self.last_number = later.last_step, later.last_number
         self.points += later.points
         self.rows += 1
-        _join(self.series, later.series)
+        _join_series(self.series, later.series)
 
-    def with_(self, later: "_Row") -> "_Row":
+    def joined_with(self, later: "_Row") -> "_Row":
         both = _Row(
             self.number, self.first, self.last_number, self.first_step, self.last_step, self.points, self.rows,
             {name: list(extent) for name, extent in self.series.items()},
         )  # fmt: skip
         if later.points:
-            both.join(later)
+            both.join_row(later)
         return both
 
 
@@ -142,7 +142,7 @@ class _Points:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: int, number: int, data: dict[str, Any]) -> None:
+    def add_point(self, step: int, number: int, data: dict[str, Any]) -> None:
         """Add a point."""
         if not self._steps:
             self._first = _Place(number)
@@ -150,45 +150,45 @@ class _Points:
         self._data.append(data)
         self._last_number = number
 
-    def row(self) -> _Row:
+    def build_row(self) -> _Row:
         """Return the row in its current state."""
         steps = self._steps
         series: Series = {}
-        for name, at, found in _columns(self._kind, steps, self._data):
-            _join(series, {_storable(name): _extent(at, found)})
+        for name, at, numbers in _series_columns(self._kind, steps, self._data):
+            _join_series(series, {_storable_name(name): _build_extent(at, numbers)})
         return _Row(self.number, self._first, self._last_number, steps[0], steps[-1], len(steps), 0, series)
 
 
-def _columns(
+def _series_columns(
     kind: str, steps: list[int], events: list[dict[str, Any]]
 ) -> Iterator[tuple[str, list[int], list[float | None]]]:
-    """Yield what `values` finds in events, by series, with the steps.
+    """Yield what `series_values` finds in events, by series, with the steps.
 
     A series with a finite number in each event, the usual case, is taken as a whole, in a fifth of the time.
     """
     prefix, holder = ("eval.", "metrics") if kind == "eval" else ("extra.", "extra")
-    inner = [found if isinstance(found := data.get(holder), dict) else {} for data in events]
+    inner = [holders if isinstance(holders := data.get(holder), dict) else {} for data in events]
     parts: list[tuple[str, Iterable[str], list[dict[str, Any]]]] = [(prefix, dict.fromkeys(chain(*inner)), inner)]
     if kind != "eval":
         parts.append(("", NAMED, events))
     has_gaps = any("non_finite" in data for data in events)
     singly: list[dict[str, float | None]] = []
-    for prefix, names, found in parts:
+    for prefix, names, holders in parts:
         for name in names:
-            column: list[Any] = [data.get(name) for data in found]
+            column: list[Any] = [data.get(name) for data in holders]
             types = set(map(type, column))
             # A sum of finite numbers may be infinite too: then they are checked one by one.
             if types == _FLOATS and math.isfinite(sum(column)):
                 yield prefix + name, steps, column
             elif types != _NOTHING or has_gaps:
-                singly = singly or [dict(values(kind, data)) for data in events]
+                singly = singly or [dict(series_values(kind, data)) for data in events]
                 full = prefix + name
-                kept = [(step, data[full]) for step, data in zip(steps, singly, strict=True) if full in data]
-                if kept:
-                    yield full, [step for step, _ in kept], [value for _, value in kept]
+                present = [(step, data[full]) for step, data in zip(steps, singly, strict=True) if full in data]
+                if present:
+                    yield full, [step for step, _ in present], [value for _, value in present]
 
 
-def _extent(steps: list[int], values: list[float | None]) -> Extent:
+def _build_extent(steps: list[int], values: list[float | None]) -> Extent:
     finite = [value for value in values if value is not None]
     low, high = (min(finite), max(finite)) if finite else (None, None)
     at_low, at_high = (steps[values.index(low)], steps[values.index(high)]) if finite else (steps[0], steps[0])
@@ -206,21 +206,21 @@ class _Pass:
         """The whole segment without that row; an unused entry; then, by level, the row that is not full yet."""
         self.last_step = -1
 
-    def add(self, step: int, number: int, data: dict[str, Any]) -> list[tuple[int, _Row]]:
+    def add_point(self, step: int, number: int, data: dict[str, Any]) -> list[tuple[int, _Row]]:
         """Add a point; return the rows that are full now, with their levels."""
         self.last_step = step
-        self._points.add(step, number, data)
+        self._points.add_point(step, number, data)
         if len(self._points) < POINTS_OF_FIRST:
             return []
-        row = self._points.row()
+        row = self._points.build_row()
         self._points = _Points(self._kind, row.number + 1)
-        self._levels[0].join(row)
+        self._levels[0].join_row(row)
         full = [(1, row)]
         for level in range(2, len(self._levels) + 1):
             if level == len(self._levels):
                 self._levels.append(_Row(0))
             grows = self._levels[level]
-            grows.join(row)
+            grows.join_row(row)
             if grows.rows < ROWS_OF_NEXT:
                 break
             full.append((level, grows))
@@ -228,17 +228,17 @@ class _Pass:
             row = grows
         return full
 
-    def open(self) -> list[tuple[int, _Row]]:
+    def open_rows(self) -> list[tuple[int, _Row]]:
         """Return the rows that are not full yet, in their current state."""
-        found = []
-        below = self._points.row() if len(self._points) else _Row(0)
-        whole = self._levels[0].with_(below)
+        rows = []
+        below = self._points.build_row() if len(self._points) else _Row(0)
+        whole = self._levels[0].joined_with(below)
         for level in range(1, len(self._levels)):
             if level > 1:
-                below = self._levels[level].with_(below)
+                below = self._levels[level].joined_with(below)
             if below.points:
-                found.append((level, below))
-        return [(0, whole), *found] if whole.points else []
+                rows.append((level, below))
+        return [(0, whole), *rows] if whole.points else []
 
 
 _COLUMNS = {
@@ -270,7 +270,9 @@ class Rollups:
         self._has_news = False
         self._full: list[tuple[int, str, int, _Row]] = []
 
-    def store(self, connection: Connection, first: int, events: Sequence[NewEvent], stored: Stored | None) -> None:
+    def store_changes(
+        self, connection: Connection, first: int, events: Sequence[NewEvent], stored: Stored | None
+    ) -> None:
         """Write the changes by the events number `first`, `first` + 1, …, in the transaction that has stored them.
 
         Calling it again with the same events, or with more after them, counts each of them once.
@@ -279,17 +281,17 @@ class Rollups:
             if number > self._taken:
                 self._taken = number
                 if event.type in MEASURED:
-                    self._take(number, event)
+                    self._take_event(number, event)
         # If the log stored nothing new, an earlier transaction, which seemed to fail, has stored events and roll-ups.
         if self._has_news and stored is not None:
-            self._write(connection, stored)
+            self._write_rows(connection, stored)
 
-    def committed(self) -> None:
-        """Note that the transaction of the last `store` has committed."""
+    def note_commit(self) -> None:
+        """Note that the transaction of the last `store_changes` has committed."""
         self._full.clear()
         self._has_news = False
 
-    def _take(self, number: int, event: NewEvent) -> None:
+    def _take_event(self, number: int, event: NewEvent) -> None:
         data = json.loads(event.data) if event.measured is None else event.measured
         step = step_of(data)
         if step is None:
@@ -300,14 +302,16 @@ class Rollups:
             self._segment += 1
             self._kinds = {kind: _Pass(kind) for kind in MEASURED}
             mine = self._kinds[event.type]
-        full = mine.add(step, number, data)
+        full = mine.add_point(step, number, data)
         self._full += [(self._segment, event.type, level, row) for level, row in full]
         self._has_news = True
 
     def _open_rows(self) -> list[tuple[int, str, int, _Row]]:
-        return [(self._segment, kind, level, row) for kind, grows in self._kinds.items() for level, row in grows.open()]
+        return [
+            (self._segment, kind, level, row) for kind, grows in self._kinds.items() for level, row in grows.open_rows()
+        ]
 
-    def _write(self, connection: Connection, stored: Stored) -> None:
+    def _write_rows(self, connection: Connection, stored: Stored) -> None:
         # Rows that end before `stored` were written together with their events.
         rows = [row for row in (*self._full, *self._open_rows()) if row[3].last_number > stored.number_before]
         if not rows:
@@ -315,17 +319,17 @@ class Rollups:
         for *_, row in rows:
             if row.first.number > stored.number_before:
                 row.first.seq = stored.seq_of(row.first.number)
-        found = [
+        records = [
             (
                 segment, kind, level, row.number, row.first_step, row.last_step, row.first.seq,
                 stored.seq_of(row.last_number), row.points, to_json(row.series).decode(),
             )
             for segment, kind, level, row in rows
         ]  # fmt: skip
-        columns = {name: column(values) for name, values in zip(_COLUMNS, zip(*found, strict=True), strict=True)}
+        columns = {name: join_column(values) for name, values in zip(_COLUMNS, zip(*records, strict=True), strict=True)}
         connection.execute(_UPSERT, {"run_id": self._run_id, "attempt": self._attempt, **columns})
 
 
-def _storable(name: str) -> str:
+def _storable_name(name: str) -> str:
     """Replace NUL and lone surrogates, which PostgreSQL's JSON rejects."""
     return name if name.isascii() and "\0" not in name else name.replace("\0", "�").encode(errors="replace").decode()

@@ -66,7 +66,7 @@ def probable_cause(
         case "out_of_memory":
             return _out_of_memory(seen, config)
         case "non_finite_loss" | "loss_spike":
-            return _bad_step(code, _anomaly(message, report), config, before)
+            return _bad_step(code, _anomaly_details(message, report), config, before)
         case "disk_full":
             return _disk_full(message or "", config)
         case "device_error":
@@ -76,7 +76,7 @@ def probable_cause(
             advice = "Resume the run once the storage works: it continues from its last checkpoint."
             return Cause(message or "The storage could not be used.", advice=advice)
         case "trainer_crashed":
-            return _crash(seen, resume="Resume the run")
+            return _crash_cause(seen, resume="Resume the run")
         case "worker_lost":
             return _lost_too_often(seen, message or "")
         case None:
@@ -133,7 +133,7 @@ def _out_of_memory(report: FailureReport, config: Mapping[str, Any]) -> Cause:
     return Cause(sentence, advice="Use a smaller base model, or a device with more memory.")
 
 
-def _anomaly(message: str | None, report: FailureReport | None) -> AnomalyDetails:
+def _anomaly_details(message: str | None, report: FailureReport | None) -> AnomalyDetails:
     """Return the details that the trainer reported; without any, its message is the summary."""
     if report is not None and report.error is not None and "details" in report.error:
         return report.error["details"]
@@ -166,13 +166,13 @@ def _bad_step(code: str, anomaly: AnomalyDetails, config: Mapping[str, Any], bef
 
 
 def _disk_full(message: str, config: Mapping[str, Any]) -> Cause:
-    kept = config.get("save_total_limit")
-    changes = {"save_total_limit": 1} if kept is None or kept > 1 else {}
+    limit = config.get("save_total_limit")
+    changes = {"save_total_limit": 1} if limit is None or limit > 1 else {}
     advice = "Free disk space first; `anneal prune --dry-run` shows what old data takes. Fewer checkpoints need less."
     return Cause(message or "The worker's disk is full.", changes, advice)
 
 
-def _crash(report: FailureReport, resume: str | None = None) -> Cause:
+def _crash_cause(report: FailureReport, resume: str | None = None) -> Cause:
     """Return the cause of a crash; `resume` starts the advice to resume, None if the run has continued by itself."""
     number, phase = report.exit_signal, report.phase or "its work"
     process = "training process" + ("" if report.rank is None else f" of rank {report.rank}")
@@ -193,7 +193,7 @@ def _crash(report: FailureReport, resume: str | None = None) -> Cause:
     return Cause(f"The {process} ended with {how} during {phase} without an error; see its last lines.")
 
 
-def _hung(report: FailureReport) -> Cause:
+def _hang_cause(report: FailureReport) -> Cause:
     phase = report.phase or "its work"
     return Cause(
         f"The training process hung during {phase}: it reported nothing for longer than ANNEAL_HANG_SECONDS.",
@@ -216,7 +216,7 @@ _WORKER_LOST = "The worker was lost: its machine or its process ended, so the en
 
 def _lost_too_often(report: FailureReport, message: str) -> Cause:
     if report.killed_for == "hang":
-        return _hung(report)
+        return _hang_cause(report)
     if report.killed_for == "lease":
         return Cause(f"{_cut_off(report)}.", advice="Once the database is reliably reachable, resume the run.")
     if report.exit_signal == signal.SIGALRM:
@@ -241,7 +241,7 @@ def _after_a_restart(report: FailureReport | None, outcome: str | None) -> Cause
     if report.repair:
         return Cause(f"The run repaired itself after this attempt: {report.repair.reason}.")
     if report.killed_for == "hang":
-        return _hung(report)
+        return _hang_cause(report)
     if report.killed_for == "lease":
         return Cause(f"{_cut_off(report)}; {_NEXT_ATTEMPT}.")
     if number == signal.SIGALRM:
@@ -252,4 +252,4 @@ def _after_a_restart(report: FailureReport | None, outcome: str | None) -> Cause
     if number is None and report.exit_code is None:
         lost = "The process from which training processes are forked was lost, and the training process with it"
         return Cause(f"{lost}; {_NEXT_ATTEMPT}.")
-    return _crash(report)
+    return _crash_cause(report)

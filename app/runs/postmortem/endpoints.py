@@ -12,4 +12,4 @@ router = APIRouter(prefix="/runs/{run_id}", tags=["runs"])
 @router.get("/postmortem", responses={409: {"description": "The run and its attempts had no failure."}})
 async def get_postmortem(run_id: str, session: Session) -> PostMortem:
     """Explain why a run or its last unsuccessful attempt failed: cause, memory, last lines, advised changes."""
-    return await service.examine(session, run_id)
+    return await service.examine_run(session, run_id)

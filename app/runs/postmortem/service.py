@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import release
+from app.api.dependencies import release_connection
 from app.api.errors import conflict
 from app.contracts.attempt.failure_report import FailureReport
 from app.contracts.backends import BACKEND_RULES
@@ -16,7 +16,7 @@ from app.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Corre
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD
 from app.runs import service
 from app.runs.checkpoints.service import furthest_good
-from app.runs.metrics.points import recent
+from app.runs.metrics.points import read_recent
 from app.runs.postmortem.causes import Cause, RunHistory, probable_cause
 from app.runs.resume import without_defaults
 from app.runs.validation.config import config_problems
@@ -27,12 +27,12 @@ _LOSSES = 1000
 _UNSUCCESSFUL = ("failed", "lost", "retried", "repaired")
 
 
-async def examine(session: AsyncSession, run_id: str) -> PostMortem:
+async def examine_run(session: AsyncSession, run_id: str) -> PostMortem:
     """Return the post-mortem of a failed run, or of its last unsuccessful attempt.
 
     Raises 409 `nothing_went_wrong` if there is neither.
     """
-    run = await service.get(session, run_id)
+    run = await service.get_run(session, run_id)
     rows = await session.scalars(select(Attempt).where(Attempt.run_id == run.id).order_by(Attempt.attempt))
     attempts = rows.all()
     last = next((one for one in reversed(attempts) if one.outcome in _UNSUCCESSFUL), None)
@@ -45,7 +45,7 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
     trained_config = (run.config | run.effective_config) if run.effective_config else run.config
     outcome = last.outcome if last else None
     cause = probable_cause(
-        run.error_code, run.error_message, report, trained_config, outcome, await _before(session, run)
+        run.error_code, run.error_message, report, trained_config, outcome, await _run_history(session, run)
     )
     seen = report or FailureReport()
     return PostMortem(
@@ -64,12 +64,12 @@ async def examine(session: AsyncSession, run_id: str) -> PostMortem:
         peaks=seen.peaks,
         memory=seen.memory,
         last_lines=seen.last_lines,
-        attempts=[_end(one) for one in attempts],
-        correction=await _correction(session, run, cause) if cause.changes else None,
+        attempts=[_attempt_end(one) for one in attempts],
+        correction=await _suggest_correction(session, run, cause) if cause.changes else None,
     )
 
 
-def _end(attempt: Attempt) -> AttemptEnd:
+def _attempt_end(attempt: Attempt) -> AttemptEnd:
     seen = _report_of(attempt) or FailureReport()
     return AttemptEnd(
         attempt=attempt.attempt,
@@ -99,18 +99,18 @@ def _signal_name(report: FailureReport) -> str | None:
         return f"signal {number}"
 
 
-async def _before(session: AsyncSession, run: Run) -> RunHistory:
-    points = await recent(session, run.id, _LOSSES)
+async def _run_history(session: AsyncSession, run: Run) -> RunHistory:
+    points = await read_recent(session, run.id, _LOSSES)
     losses = [point.loss for point in points if point.loss is not None]
     return RunHistory(losses, has_checkpoint=await furthest_good(session, run.id) is not None)
 
 
-async def _correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
+async def _suggest_correction(session: AsyncSession, run: Run, cause: Cause) -> Correction | None:
     changes = cause.changes
     replaced = DEPENDS_ON_METHOD if "method" in changes else ()
-    asked = without_defaults(run.config, set(run.user_set_fields))
-    config = {name: value for name, value in asked.items() if name not in replaced} | changes
-    await release(session)
+    user_config = without_defaults(run.config, set(run.user_set_fields))
+    config = {name: value for name, value in user_config.items() if name not in replaced} | changes
+    await release_connection(session)
     problems, _ = await asyncio.to_thread(
         config_problems, BACKEND_RULES.get(run.backend), config, run.eval_dataset_id is not None
     )

@@ -129,15 +129,15 @@ class Dispatcher:
                 hints, moved = await self.round()
                 # Marked in the database as sent: hints that the broker did not accept are sent again until it does.
                 owed = min(owed + hints, _HINTS_A_ROUND)
-                if owed and await self._queue.hint(owed):
+                if owed and await self._queue.wake_workers(owed):
                     owed = 0
                 for run_id in moved:
-                    await self._queue.wake(run_id)
+                    await self._queue.wake_streams(run_id)
                 numbered = 0
                 if self._numbers_feed:
                     numbered = await self._job("numbering the feed of all runs", number_events) or 0
                 if numbered:
-                    await self._queue.wake(ALL_RUNS)
+                    await self._queue.wake_streams(ALL_RUNS)
             except Exception:  # without this loop no run would start again
                 log.exception("dispatcher: a round failed")
             await asyncio.sleep(self._interval)

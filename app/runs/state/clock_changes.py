@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Executable, and_, case, func, or_, update
 
 from app.contracts.run_status import LIVE
-from app.infra.db import seconds
+from app.infra.db import interval_seconds
 from app.runs.state.transitions import devices, run_parts, runs
 from app.tables.workers import Worker
 
@@ -25,10 +25,10 @@ def follow_clock(lease_seconds: float, change_seconds: float) -> list[Executable
     is_known = change_seconds != 0.0
 
     def is_to_be_granted(expires_at: ColumnElement[Any]) -> ColumnElement[bool]:
-        later = now + seconds(lease_seconds * _IMPOSSIBLE_LEASES)
+        later = now + interval_seconds(lease_seconds * _IMPOSSIBLE_LEASES)
         return expires_at.is_not(None) if is_known else expires_at > later
 
-    granted = now + seconds(lease_seconds)
+    granted = now + interval_seconds(lease_seconds)
     statements: list[Executable] = [
         update(runs)
         .where(runs.c.status.in_(LIVE), is_to_be_granted(runs.c.lease_expires_at))
@@ -42,7 +42,7 @@ def follow_clock(lease_seconds: float, change_seconds: float) -> list[Executable
         _queue_again(now),
     ]
     if change_seconds < 0:
-        paused_until = func.greatest(devices.c.paused_until + seconds(change_seconds), now)
+        paused_until = func.greatest(devices.c.paused_until + interval_seconds(change_seconds), now)
         statements.append(update(devices).where(devices.c.paused_until > now).values(paused_until=paused_until))
     return statements
 

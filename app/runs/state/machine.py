@@ -41,7 +41,7 @@ from app.contracts.backends import WORKER_BACKENDS
 from app.contracts.run_status import LIVE, TERMINAL, EndReason
 from app.contracts.schemas.runs.placement import PendingReason
 from app.contracts.stop import StopMode
-from app.infra.db import seconds
+from app.infra.db import interval_seconds
 from app.runs.state.parts import is_over, is_up_long_enough
 from app.runs.state.transitions import (
     EVENT_COLUMNS,
@@ -364,7 +364,7 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     return (
         update(runs)
         .where(runs.c.id == run_id, runs.c.lease_epoch == lease_epoch, runs.c.lease_owner.is_not(None))
-        .values(lease_expires_at=func.clock_timestamp() + seconds(lease_seconds), preempted_for=still_waits)
+        .values(lease_expires_at=func.clock_timestamp() + interval_seconds(lease_seconds), preempted_for=still_waits)
         .returning(runs.c.stop_mode, runs.c.stop_grace_seconds, runs.c.preempted_for, waiting, parts, activities)
     )
 
@@ -478,7 +478,10 @@ def _requeue(
     advice: str = "see the last log lines, then resume the run",
 ) -> Executable:
     # A first loss whose cause is known needs no delay; a repeated one does.
-    delay = case((runs.c.lost_count == 0, seconds(delay_seconds)), else_=seconds(max(delay_seconds, _LEAST_PAUSE)))
+    delay = case(
+        (runs.c.lost_count == 0, interval_seconds(delay_seconds)),
+        else_=interval_seconds(max(delay_seconds, _LEAST_PAUSE)),
+    )
     exhausted = and_(literal(counted), runs.c.lost_count >= runs.c.max_restarts)
     target = case((runs.c.stop_requested_at.is_not(None), "cancelled"), (exhausted, "failed"), else_="pending")
     fails = and_(runs.c.stop_requested_at.is_(None), exhausted)
@@ -497,7 +500,11 @@ def _requeue(
         # The delay doubles with each further loss, so that a run that kills its workers does not do so in a loop.
         queued_at=func.clock_timestamp(),
         not_before=func.clock_timestamp()
-        + (delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)) if grows else seconds(delay_seconds)),
+        + (
+            delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS))
+            if grows
+            else interval_seconds(delay_seconds)
+        ),
         error_code=case((fails, code), else_=None),
         error_message=case((fails, gave_up), else_=None),
     )

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Executable, and_, delete, exists, func, literal, null, or_, select, text, update
 from sqlalchemy.dialects.postgresql import JSONB
 
-from app.infra.db import seconds
+from app.infra.db import interval_seconds
 from app.tables.parts import RunPart
 from app.tables.runs import Run
 from app.tables.workers import Device
@@ -36,7 +36,7 @@ def is_up_long_enough(lease_seconds: float) -> ColumnElement[bool]:
     """
     started = func.pg_postmaster_start_time()
     now = func.clock_timestamp()
-    return or_(started < now - seconds(lease_seconds), started > now)
+    return or_(started < now - interval_seconds(lease_seconds), started > now)
 
 
 def run_of(run_id: str, lease_epoch: int) -> Executable:
@@ -92,7 +92,7 @@ def renew(
             _runs.c.lease_owner.is_not(None),
         )
         .values(
-            lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+            lease_expires_at=func.clock_timestamp() + interval_seconds(lease_seconds),
             activity=null() if activity is None else literal(activity, JSONB),
         )
         .returning(_parts.c.meeting)

@@ -25,7 +25,7 @@ from sqlalchemy.dialects.postgresql import JSON, JSONB, insert
 from sqlalchemy.sql.selectable import CTE
 
 from app.contracts.run_status import TERMINAL
-from app.infra.db import seconds
+from app.infra.db import interval_seconds
 from app.tables.actions import RunAction
 from app.tables.events import RunEvent
 from app.tables.parts import RunPart
@@ -102,7 +102,7 @@ def claimed(picked: CTE, worker_id: str, lease_seconds: float) -> tuple[CTE, lis
         attempt_event_count=0,
         lease_owner=worker_id,
         worker_id=worker_id,
-        lease_expires_at=func.clock_timestamp() + seconds(lease_seconds),
+        lease_expires_at=func.clock_timestamp() + interval_seconds(lease_seconds),
         started_at=func.coalesce(runs.c.started_at, func.now()),
     )
     opened = (

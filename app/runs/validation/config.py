@@ -23,25 +23,25 @@ def config_problems(
 ) -> tuple[list[FieldError], DeviceCapabilities | None]:
     """Return a backend's errors for a configuration, and the first machine that supports it."""
 
-    def judge(machine: DeviceCapabilities | None) -> list[FieldError]:
+    def errors_on(machine: DeviceCapabilities | None) -> list[FieldError]:
         return config_errors(plain, has_eval_dataset=has_eval_dataset, dataset_format=dataset_format, machine=machine)
 
     options, plain = rules.options if rules else None, _without_options(rules, config)
-    found = judge(None)
+    errors = errors_on(None)
     fitting = None
     refused: list[FieldError] = []
     for machine in machines:
-        only_here = [problem for problem in judge(machine) if problem not in found]
+        only_here = [problem for problem in errors_on(machine) if problem not in errors]
         if not only_here:
             fitting, refused = machine, []
             break
         refused = refused or only_here
-    found += refused
+    errors += refused
     if options is not None:
-        found += _option_problems(options, config.get("extra", {}))
-    if rules is not None and all(problem.field != "method" for problem in found):
-        found += _capability_problems(rules, config)
-    return found, fitting
+        errors += _option_problems(options, config.get("extra", {}))
+    if rules is not None and all(problem.field != "method" for problem in errors):
+        errors += _capability_problems(rules, config)
+    return errors, fitting
 
 
 def default_warnings(
@@ -75,28 +75,28 @@ def _option_problems(options: Any, extra: Any) -> list[FieldError]:
         options.model_validate(extra)
     except ValidationError as error:
         known = ", ".join(options.model_fields)
-        found = []
+        errors = []
         for item in error.errors(include_url=False, include_input=False):
             name = ".".join(["extra", *(str(part) for part in item["loc"])])[:200]
             unknown = item["type"] == "extra_forbidden"
             reason = f"is not an option of this backend; its options are {known}" if unknown else item["msg"]
             code = "unknown_field" if unknown else "invalid"
-            found.append(FieldError(field=name, code=code, message=f"`{name}`: {reason}."))
-        return found
+            errors.append(FieldError(field=name, code=code, message=f"`{name}`: {reason}."))
+        return errors
     return []
 
 
 def _capability_problems(rules: BackendRules, config: Mapping[str, Any]) -> list[FieldError]:
-    found = []
+    errors = []
     can = rules.capabilities
     method = config.get("method", DEFAULT_METHOD)
     if method in list(METHODS) and method not in can.supported_methods:
         methods = ", ".join(f"`{name}`" for name in can.supported_methods)
-        found.append(
+        errors.append(
             FieldError(
                 field="method",
                 code="not_supported_by_backend",
                 message=f"Backend `{can.name}` does not support method `{method}`; use one of {methods}.",
             )
         )
-    return found
+    return errors

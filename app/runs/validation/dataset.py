@@ -17,25 +17,25 @@ def data_problems(config: Mapping[str, Any], place: str, dataset: Dataset | None
     """
     if dataset is None:
         return
-    yield from _format(config, place, dataset)
-    yield from _answers(config, place, dataset)
+    yield from _format_problems(config, place, dataset)
+    yield from _answer_problems(config, place, dataset)
     if splits and place == "dataset_id":
-        yield from _split(config, dataset)
+        yield from _split_problems(config, dataset)
 
 
-def _format(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterator[FieldError]:
+def _format_problems(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterator[FieldError]:
     method = method_of(config)
     is_known = config.get("method", DEFAULT_METHOD) in list(METHODS)
     if is_known and dataset.format not in method.formats:
-        wanted = ", ".join(f"`{item}`" for item in method.formats)
+        formats = ", ".join(f"`{item}`" for item in method.formats)
         message = (
-            f"method `{method.name}` trains on {wanted}, and this dataset is `{dataset.format}`; upload the rows "
+            f"method `{method.name}` trains on {formats}, and this dataset is `{dataset.format}`; upload the rows "
             "in that format, or choose another method"
         )
         yield FieldError(field=place, code="wrong_dataset_format", message=message)
 
 
-def _answers(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterator[FieldError]:
+def _answer_problems(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterator[FieldError]:
     if dataset.format != "prompt" or "answer" in dataset.columns:
         return
     for _, reward in rewards_of(config):
@@ -48,7 +48,7 @@ def _answers(config: Mapping[str, Any], place: str, dataset: Dataset) -> Iterato
             return
 
 
-def _split(config: Mapping[str, Any], dataset: Dataset) -> Iterator[FieldError]:
+def _split_problems(config: Mapping[str, Any], dataset: Dataset) -> Iterator[FieldError]:
     part, extra = config.get("eval_split"), config.get("extra")
     # A plugin decides itself how it uses the file.
     if isinstance(extra, Mapping) and extra.get("data_source"):

@@ -12,42 +12,42 @@ from app.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_er
 from app.secrets import store
 from app.tables.secrets import Secret
 from app.tables.workers import Worker
-from app.workers.queries import online
+from app.workers.queries import online_conditions
 
 
 async def destination_problems(
     session: AsyncSession, settings: Settings, config: Mapping[str, Any]
 ) -> list[FieldError]:
     """Return errors for destinations in a user's configuration that this server lacks a setting or a token for."""
-    found = []
+    problems = []
     trackers = config.get("report_to")
     if isinstance(trackers, list) and "mlflow" in trackers and settings.mlflow_tracking_uri is None:
         message = (
             "contains `mlflow`, and no tracking server is configured; ask the operator to set "
             "ANNEAL_MLFLOW_TRACKING_URI for API and workers"
         )
-        found.append(field_error("report_to", "tracker_not_set_up", message))
+        problems.append(field_error("report_to", "tracker_not_set_up", message))
     needs_key = isinstance(trackers, list) and "wandb" in trackers and wandb_mode() == "online"
     if needs_key and not await session.scalar(select(exists().where(Secret.name == store.WANDB_API_KEY))):
         message = "contains `wandb`, and no key is set; ask an admin to set it with `anneal secrets set wandb_api_key`"
-        found.append(field_error("report_to", "tracker_not_set_up", message))
+        problems.append(field_error("report_to", "tracker_not_set_up", message))
     if config.get("gguf") is not None:
-        found += await gguf_problems(session, settings)
+        problems += await gguf_problems(session, settings)
     if config.get("push_to_hub") is None:
-        return found
+        return problems
     if not settings.allow_hub:
         message = "needs the hub, which is disabled on this server; ask its operator to set ANNEAL_ALLOW_HUB=true"
-        found.append(field_error("push_to_hub", "hub_not_allowed", message))
+        problems.append(field_error("push_to_hub", "hub_not_allowed", message))
     elif not await session.scalar(select(exists().where(Secret.name == store.HF_TOKEN))):
         message = "needs a hub token with write access; ask an admin to set it with `anneal secrets set hf_token`"
-        found.append(field_error("push_to_hub", "hub_token_missing", message))
-    return found
+        problems.append(field_error("push_to_hub", "hub_token_missing", message))
+    return problems
 
 
 async def gguf_problems(session: AsyncSession, settings: Settings) -> list[FieldError]:
     """Return an error if workers are online and none of them can write GGUF files; a run waits for the first worker."""
-    found = (await session.scalars(select(Worker.gguf).where(*online(settings, "celery")))).all()
-    if not found or any(found):
+    gguf_support = (await session.scalars(select(Worker.gguf).where(*online_conditions(settings, "celery")))).all()
+    if not gguf_support or any(gguf_support):
         return []
     message = (
         f"needs the converter of llama.cpp, which no online worker has; ask the operator to {INSTALL_GGUF_CONVERTER}"

@@ -35,8 +35,8 @@ async def expert_parallel_problems(
     reasons = expert_parallel_obstacles(config)
     if resources.sharding == "none":
         reasons.append("experts are divided only in a sharded model; set `resources.sharding` to `full` or `auto`")
-    found = [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}") for why in reasons]
+    problems = [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}") for why in reasons]
     if resources.expert_parallel not in fitting_groups(resources.devices, experts):
         message = f"is {resources.expert_parallel}, and {devices_message(resources.devices, experts)}"
-        found.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
-    return found
+        problems.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
+    return problems

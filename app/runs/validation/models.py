@@ -8,7 +8,7 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.dependencies import release
+from app.api.dependencies import release_connection
 from app.base_models import resolver, sources
 from app.base_models.compatibility import (
     creates_model,
@@ -28,7 +28,7 @@ from app.contracts.training_config.stored_quantization import stored_quantizatio
 from app.infra.storage import Storage
 from app.runs.estimates import hub_config
 from app.runs.estimates.hub_config import HubConfig, cached_path
-from app.runs.estimates.model_config import NoConfig, base_of, parse
+from app.runs.estimates.model_config import NoConfig, base_of, parse_config
 from app.runs.validation.result import ValidationResult
 from app.tables.runs import Run
 from app.workers.queries import all_look_for_models_in
@@ -40,7 +40,7 @@ async def check_base_model(
     storage: Storage,
     config: Mapping[str, Any],
     rules: BackendRules | None,
-    found: ValidationResult,
+    validation: ValidationResult,
     *,
     needs_weights: bool,
     trains: bool,
@@ -51,44 +51,44 @@ async def check_base_model(
     """
     loads_model = rules is None or rules.loads_model
     name = config.get("base_model")
-    if not isinstance(name, str) or any(error.field == "config.base_model" for error in found.errors):
+    if not isinstance(name, str) or any(error.field == "config.base_model" for error in validation.errors):
         return
     if not loads_model and not resolver.is_run(name):
         return
     try:
         output_attempt = await _output_attempt(session, name, "base") if resolver.is_run(name) else None
-        await release(session)
+        await release_connection(session)
         # In a thread: a storage that hangs must not block the event loop.
-        located = await storage.in_thread(resolver.locate, settings, storage, name, output_attempt)
+        located = await storage.in_thread(resolver.locate_model, settings, storage, name, output_attempt)
     except resolver.BaseModelError as error:
-        found.refuse("config.base_model", error.code, error.message)
+        validation.add_error("config.base_model", error.code, error.message)
         return
     fetched: dict[str, Any] = {}
     if loads_model and needs_weights and not creates_model(config):
         revision = config.get("revision")
         fetched = await _check_hub_model(
             session, settings, storage, "config.base_model", located, revision if isinstance(revision, str) else None,
-            rules, found,
+            rules, validation,
         )  # fmt: skip
     if loads_model and located["path"] is not None:
-        folder, given = ModelFolder(storage, Path(located["path"])), given_fields(config)
-        wrong = await storage.in_thread(model_conflicts, folder, config, given, needs_weights=needs_weights)
+        folder, user_set_fields = ModelFolder(storage, Path(located["path"])), given_fields(config)
+        wrong = await storage.in_thread(model_conflicts, folder, config, user_set_fields, needs_weights=needs_weights)
         for conflict in wrong:
-            found.refuse(f"config.{conflict.code}", "conflict", conflict.message)
-        found.longest_sequence = await storage.in_thread(longest_sequence, folder)
+            validation.add_error(f"config.{conflict.code}", "conflict", conflict.message)
+        validation.longest_sequence = await storage.in_thread(longest_sequence, folder)
     if loads_model:
         folder_here = await storage.in_thread(_folder_here, storage, located)
         if (folder_here is not None or fetched) and not creates_model(config):
             described = await storage.in_thread(folder_here.read_json, "config.json") if folder_here else fetched
             stored = stored_quantization(described)
             if (warning := masked_model_warning(described.get("architectures"), method_of(config))) is not None:
-                found.warnings.append(FieldError(field="config.base_model", code="masked_model", message=warning))
+                validation.warnings.append(FieldError(field="config.base_model", code="masked_model", message=warning))
             for problem in stored_quantization_conflicts(stored, config, trains=trains):
-                found.refuse(f"config.{problem.field}", problem.code, problem.message)
-            found.stored_quantization = stored
-        await _check_tokenizer(settings, storage, config, folder_here, found)
+                validation.add_error(f"config.{problem.field}", problem.code, problem.message)
+            validation.stored_quantization = stored
+        await _check_tokenizer(settings, storage, config, folder_here, validation)
     if resolver.is_run(name):
-        found.base_run_id = name
+        validation.base_run_id = name
 
 
 async def _check_hub_model(
@@ -99,7 +99,7 @@ async def _check_hub_model(
     located: resolver.ModelLocation,
     revision: str | None,
     rules: BackendRules | None,
-    found: ValidationResult,
+    validation: ValidationResult,
 ) -> dict[str, Any]:
     """Refuse a model of the hub, also as the base of an adapter, that no worker can have; warn if one may have it.
 
@@ -116,20 +116,22 @@ async def _check_hub_model(
         name, revision = (base, None) if isinstance(base, str) and resolver.is_hub_name(base) else (None, None)
     if name is None:
         return {}
-    answer = await hub_config.fetch(session, settings, name, revision)
+    answer = await hub_config.fetch_hub_config(session, settings, name, revision)
     if answer is None:
         return {}
     if answer.content is not None:
         # An adapter's own configuration is compared with that of its base by the trainer.
-        return parse(answer.content) if located["path"] is None else {}
+        return parse_config(answer.content) if located["path"] is None else {}
     message = _missing_hub_model(settings, located["name"], name, answer)
-    own = await asyncio.to_thread(sources.fingerprint, settings)
+    own = await asyncio.to_thread(sources.source_fingerprint, settings)
     backend = None if rules is None or rules.starts_workers or not answer.code else rules.capabilities.name
     if backend is not None and await all_look_for_models_in(session, settings, backend, own):
-        found.refuse("config.revision" if answer.code == "hub_revision_not_found" else field, answer.code, message)
+        validation.add_error(
+            "config.revision" if answer.code == "hub_revision_not_found" else field, answer.code, message
+        )
     else:
         text = f"{message}; a worker that has the model on its machine trains the run, and others fail it"
-        found.warnings.append(FieldError(field=field, code=answer.code or "hub_not_checked", message=text))
+        validation.warnings.append(FieldError(field=field, code=answer.code or "hub_not_checked", message=text))
     return {}
 
 
@@ -149,22 +151,24 @@ async def _check_tokenizer(
     storage: Storage,
     config: Mapping[str, Any],
     base: ModelFolder | None,
-    found: ValidationResult,
+    validation: ValidationResult,
 ) -> None:
     """Check the tokenizer of another model; with `base`, the folder of the base model, also whether it fits that."""
     name = config.get("tokenizer")
-    if not isinstance(name, str) or any(error.field == "config.tokenizer" for error in found.errors):
+    if not isinstance(name, str) or any(error.field == "config.tokenizer" for error in validation.errors):
         return
     try:
         located = await storage.in_thread(resolver.locate_tokenizer, settings, storage, name)
     except resolver.BaseModelError as error:
-        found.refuse("config.tokenizer", error.code, error.message)
+        validation.add_error("config.tokenizer", error.code, error.message)
         return
     folder = await storage.in_thread(_folder_here, storage, located)
     if folder is None or base is None or creates_model(config):
         return
     if (why := await storage.in_thread(tokenizer_conflict, folder, base)) is not None:
-        found.refuse("config.tokenizer", "conflict", f"is {name[:100]!r}, which does not fit the base model: {why}")
+        validation.add_error(
+            "config.tokenizer", "conflict", f"is {name[:100]!r}, which does not fit the base model: {why}"
+        )
 
 
 def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFolder | None:
@@ -181,11 +185,11 @@ async def check_reward_models(
     storage: Storage,
     config: Mapping[str, Any],
     rules: BackendRules | None,
-    found: ValidationResult,
+    validation: ValidationResult,
 ) -> None:
     """Check that the models of rewards can be had, and that they return a score."""
     loads_model = rules is None or rules.loads_model
-    refused = {error.field for error in found.errors}
+    refused = {error.field for error in validation.errors}
     for field, reward in rewards_of(config):
         name, place = reward.get("model"), f"config.{field}.model"
         if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
@@ -195,17 +199,17 @@ async def check_reward_models(
             continue
         try:
             output_attempt = await _output_attempt(session, name, "reward") if is_run else None
-            await release(session)
-            located = await storage.in_thread(resolver.locate, settings, storage, name, output_attempt)
+            await release_connection(session)
+            located = await storage.in_thread(resolver.locate_model, settings, storage, name, output_attempt)
         except resolver.BaseModelError as error:
-            found.refuse(place, error.code, error.message)
+            validation.add_error(place, error.code, error.message)
             continue
         if loads_model:
-            await _check_hub_model(session, settings, storage, place, located, None, rules, found)
+            await _check_hub_model(session, settings, storage, place, located, None, rules, validation)
         path = located["path"]
         folder = None if path is None else ModelFolder(storage, Path(path))
         if folder is not None and await storage.in_thread(is_reward_model, folder) is False:
-            found.refuse(
+            validation.add_error(
                 place,
                 "not_a_reward_model",
                 f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
@@ -214,26 +218,28 @@ async def check_reward_models(
             continue
         config_here = {} if folder is None else await storage.in_thread(folder.read_json, "config.json")
         if (stored := stored_quantization(config_here)) is not None and not stored.is_supported:
-            found.refuse(
+            validation.add_error(
                 place,
                 "not_supported",
                 f"{name[:100]!r} is stored {stored.text}, which cannot be loaded here; name the model from which it "
                 "was quantized",
             )
-        elif is_run and name not in found.reward_run_ids:
-            found.reward_run_ids.append(name)
+        elif is_run and name not in validation.reward_run_ids:
+            validation.reward_run_ids.append(name)
 
 
-async def lock_models(session: AsyncSession, config: Mapping[str, Any], found: ValidationResult) -> list[FieldError]:
+async def lock_models(
+    session: AsyncSession, config: Mapping[str, Any], validation: ValidationResult
+) -> list[FieldError]:
     """Lock the runs whose outputs a valid configuration uses against deletion; return an error for each deleted one."""
     errors = []
     used: list[tuple[str, str, Literal["base", "reward"]]] = []
-    if found.base_run_id is not None:
-        used.append(("base_model", found.base_run_id, "base"))
+    if validation.base_run_id is not None:
+        used.append(("base_model", validation.base_run_id, "base"))
     used += [
         (f"{field}.model", reward["model"], "reward")
         for field, reward in rewards_of(config)
-        if reward.get("model") in found.reward_run_ids
+        if reward.get("model") in validation.reward_run_ids
     ]
     for field, run_id, role in used:
         try:

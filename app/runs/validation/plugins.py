@@ -19,12 +19,12 @@ async def plugin_problems(
 
     A worker whose version reports no plugins is assumed to have them; without any worker, the run waits for one.
     """
-    wanted = list(named_plugins(config))
-    if not wanted:
+    named = list(named_plugins(config))
+    if not named:
         return [], []
     workers = (await session.scalars(select(Worker.plugins).where(*online))).all()
     refused, warned = [], []
-    for field, kind, name in wanted:
+    for field, kind, name in named:
         having = [found is None or name in found.get(kind, ()) for found in workers]
         if all(having):
             continue

@@ -44,7 +44,7 @@ async def check_resources(
     ]
 
 
-def requirements(plan: RunPlan, least: Mapping[str, int], *, sharded: bool = False) -> dict[str, Any]:
+def build_requirements(plan: RunPlan, least: Mapping[str, int], *, sharded: bool = False) -> dict[str, Any]:
     """Return the requirements on a device from a plan and its estimate.
 
     `least` is the estimated memory by kind of device, in MiB; empty if it is not known. `sharded` is the decision
@@ -72,32 +72,32 @@ async def fixed_resources(
     settings: Settings,
     rules: BackendRules,
     config: TrainingConfig,
-    given: Iterable[str],
-    asked: ResourceRequest,
+    user_set_fields: Iterable[str],
+    request: ResourceRequest,
 ) -> tuple[Resources, list[FieldError]]:
     """Return the resources with a number of devices, and the reason why there is none for `all`."""
-    if asked.devices != "all":
-        return asked.with_devices(asked.devices), []
-    kind = device_kind(rules, config, given, asked)
-    backend, hosts = rules.capabilities.name, asked.hosts
-    counts = await device_counts(session, settings, backend, kind, asked, joining=hosts > 1)
+    if request.devices != "all":
+        return request.with_devices(request.devices), []
+    kind = device_kind(rules, config, user_set_fields, request)
+    backend, hosts = rules.capabilities.name, request.hosts
+    counts = await device_counts(session, settings, backend, kind, request, joining=hosts > 1)
     enough = {kind: each[hosts - 1] for kind, each in counts.items() if len(each) >= hosts}
     if enough:
         # A CPU takes a run of no certain kind only where the backend has no GPU.
         prefers_gpu = rules.machine_matters and "cuda" in enough
         most = enough["cuda"] if prefers_gpu else max(enough.values())
-        return asked.with_devices(min(most, MOST_DEVICES // asked.hosts) * asked.hosts), []
-    if unknown_gpu := await _gpu_problems(session, settings, rules, asked.gpu):
-        return asked.with_devices(1), unknown_gpu
+        return request.with_devices(min(most, MOST_DEVICES // request.hosts) * request.hosts), []
+    if unknown_gpu := await _gpu_problems(session, settings, rules, request.gpu):
+        return request.with_devices(1), unknown_gpu
     message = f"cannot be `all`: backend `{backend}` starts a worker for each run; give the number"
     if not rules.starts_workers:
-        gpu = name_words(asked.gpu).strip() if asked.gpu is not None else None
-        labels = frozenset(asked.labels)
-        needs = Needs(backend, kind, gpu, asked.memory_mb, labels=labels, devices=hosts, hosts=hosts)
+        gpu = name_words(request.gpu).strip() if request.gpu is not None else None
+        labels = frozenset(request.labels)
+        needs = Needs(backend, kind, gpu, request.memory_mb, labels=labels, devices=hosts, hosts=hosts)
         reason = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
         why = reason.message if reason is not None else "Such a worker has come online meanwhile; repeat the request."
         message = f"cannot be `all`, because their number is not known. {why} With a number, the run would wait."
-    return asked.with_devices(1), [FieldError(field="resources.devices", code="no_worker_online", message=message)]
+    return request.with_devices(1), [FieldError(field="resources.devices", code="no_worker_online", message=message)]
 
 
 async def label_problems(
@@ -139,46 +139,46 @@ def shared_file_problems(settings: Settings, config: TrainingConfig, resources: 
 
 
 def resource_problems(
-    rules: BackendRules, config: TrainingConfig, given: Iterable[str], resources: Resources
+    rules: BackendRules, config: TrainingConfig, user_set_fields: Iterable[str], resources: Resources
 ) -> list[FieldError]:
     """Return the requested resources that contradict the configuration."""
-    found = []
-    if resources.kind == "cpu" and (fields := gpu_fields(rules, config, set(given))):
+    problems = []
+    if resources.kind == "cpu" and (fields := gpu_fields(rules, config, set(user_set_fields))):
         names = ", ".join(f"`{name}`" for name in fields)
         message = (
             f"contradicts the value of {names} in `config`, which needs a GPU; leave `resources.kind` out, or change "
             "the configuration"
         )
-        found.append(FieldError(field="resources.kind", code="conflict", message=message))
+        problems.append(FieldError(field="resources.kind", code="conflict", message=message))
     if resources.devices > 1 and not rules.capabilities.supports_distributed:
         backend = rules.capabilities.name
         message = f"must be 1: backend `{backend}` trains on one device; leave the field out, or set 1"
-        found.append(FieldError(field="resources.devices", code="not_supported", message=message))
-    return found
+        problems.append(FieldError(field="resources.devices", code="not_supported", message=message))
+    return problems
 
 
 async def placement_problems(
     session: AsyncSession, settings: Settings, rules: BackendRules, resources: Resources
 ) -> list[FieldError]:
     """Return the requested resources that contradict each other, or that no online worker has."""
-    found = await _gpu_problems(session, settings, rules, resources.gpu)
+    problems = await _gpu_problems(session, settings, rules, resources.gpu)
     if resources.kind == "cpu" and resources.gpu is not None:
         message = "contradicts `resources.kind`, which is `cpu`: leave one of the two out"
-        found.append(FieldError(field="resources.gpu", code="conflict", message=message))
+        problems.append(FieldError(field="resources.gpu", code="conflict", message=message))
     devices, hosts = resources.devices, resources.hosts
     if hosts > devices:
         message = (
             f"is {hosts}, and `devices`, the devices of all hosts together, is only {devices}: set "
             f"`resources.devices` to a multiple of {hosts}, or use fewer hosts"
         )
-        found.append(FieldError(field="resources.hosts", code="too_many_hosts", message=message))
+        problems.append(FieldError(field="resources.hosts", code="too_many_hosts", message=message))
     elif devices % hosts:
         message = (
             f"is {devices}, which {hosts} hosts cannot divide, and each has the same number: set "
             f"{devices - devices % hosts} or {devices + hosts - devices % hosts}"
         )
-        found.append(FieldError(field="resources.devices", code="does_not_divide", message=message))
-    return found + await _count_problems(session, settings, rules, resources)
+        problems.append(FieldError(field="resources.devices", code="does_not_divide", message=message))
+    return problems + await _count_problems(session, settings, rules, resources)
 
 
 def is_divided(resources: Resources) -> bool:
@@ -186,7 +186,7 @@ def is_divided(resources: Resources) -> bool:
     return (resources.sharding == "full" or resources.expert_parallel > 1) and resources.devices > 1
 
 
-def sharding_problems(config: TrainingConfig, given: Iterable[str], resources: Resources) -> list[FieldError]:
+def sharding_problems(config: TrainingConfig, user_set_fields: Iterable[str], resources: Resources) -> list[FieldError]:
     """Return the reasons why the model of a run cannot be divided among its devices, if the request asks for it."""
     if not is_divided(resources):
         return []
@@ -199,7 +199,7 @@ def sharding_problems(config: TrainingConfig, given: Iterable[str], resources: R
             code="not_supported",
             message=f"cannot be `full`: {why}; otherwise {otherwise}",
         )
-        for why in sharding_obstacles(config, set(given))
+        for why in sharding_obstacles(config, set(user_set_fields))
     ]
 
 

@@ -19,7 +19,7 @@ class ValidationResult:
     errors: list[FieldError] = field(default_factory=list)
     warnings: list[FieldError] = field(default_factory=list)
     config: TrainingConfig | None = None
-    given: list[str] = field(default_factory=list)
+    user_set_fields: list[str] = field(default_factory=list)
     resources: Resources = field(default_factory=Resources)
     """Requested resources with a number of devices; set if there are no errors."""
     effective: TrainingConfig | None = None
@@ -30,14 +30,14 @@ class ValidationResult:
     base_run_id: str | None = None
     reward_run_ids: list[str] = field(default_factory=list)
 
-    def plan(self, request: RunCreate, task: RunTask = RunTask.train) -> RunPlan:
+    def build_plan(self, request: RunCreate, task: RunTask = RunTask.train) -> RunPlan:
         """Return the plan of the run that a request without errors asks for; otherwise raise 422 with all errors."""
         if self.errors or self.config is None:
             raise validation_failed(self.errors)
         return RunPlan(
             backend=request.backend,
             config=self.config,
-            user_set_fields=frozenset(self.given),
+            user_set_fields=frozenset(self.user_set_fields),
             resources=self.resources,
             task=task,
             dataset_id=request.dataset_id,
@@ -47,7 +47,7 @@ class ValidationResult:
             reward_run_ids=self.reward_run_ids,
         )
 
-    def refuse(self, name: str, code: str, message: str) -> None:
+    def add_error(self, name: str, code: str, message: str) -> None:
         """Add an error."""
         self.errors.append(FieldError(field=name, code=code, message=message))
 

@@ -18,19 +18,19 @@ class _OutOfTime(BaseException):
     """The processor time is used up; not an `Exception`, so that no library handles it."""
 
 
-def _end(*_: Any) -> NoReturn:
+def _raise_timeout(*_: Any) -> NoReturn:
     raise _OutOfTime
 
 
-def _check(seconds: float) -> None:
+def _check_items(seconds: float) -> None:
     checked = json.loads(sys.stdin.buffer.readline())
     reasons: list[str | None] = [None] * len(checked)
     at = 0
-    signal.signal(signal.SIGPROF, _end)
+    signal.signal(signal.SIGPROF, _raise_timeout)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        for at, one in enumerate(checked):
-            reasons[at] = pattern_error(one) if isinstance(one, str) else schema_error(one)
+        for at, item in enumerate(checked):
+            reasons[at] = pattern_error(item) if isinstance(item, str) else schema_error(item)
         signal.setitimer(signal.ITIMER_PROF, 0)
     except _OutOfTime:
         reasons[at] = f"takes more than {seconds:g} seconds to compile, with those before it; simplify it"
@@ -39,4 +39,4 @@ def _check(seconds: float) -> None:
 
 if __name__ == "__main__":
     os.nice(5)  # requests of other clients come first
-    sys.exit(run_confined(lambda: _check(float(sys.argv[1]))))
+    sys.exit(run_confined(lambda: _check_items(float(sys.argv[1]))))

@@ -39,7 +39,7 @@ async def reward_problems(settings: Settings, config: Mapping[str, Any]) -> list
         return []
     try:
         async with asyncio.timeout(_QUEUE_SECONDS):
-            call = asyncio.get_running_loop().run_in_executor(_POOL, _reasons, settings, list(places.values()))
+            call = asyncio.get_running_loop().run_in_executor(_POOL, _check_in_sandbox, settings, list(places.values()))
             reasons = await call
     except TimeoutError:
         detail = "This server is already checking too many patterns and schemas; send the request again a little later."
@@ -74,7 +74,7 @@ def _compiled_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reasons(settings: Settings, compiled: list[Any]) -> list[str | None]:
+def _check_in_sandbox(settings: Settings, compiled: list[Any]) -> list[str | None]:
     process = SandboxProcess(
         _PROGRAM, [str(_PROCESSOR_SECONDS)], settings, silent=_PROCESS_SECONDS, most_seconds=_PROCESS_SECONDS
     )

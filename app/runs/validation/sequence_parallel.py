@@ -22,7 +22,7 @@ async def sequence_parallel_problems(
     """
     if resources.sequence_parallel == 1:
         return []
-    found = [
+    problems = [
         FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}")
         for why in sequence_parallel_obstacles(config)
     ]
@@ -30,5 +30,5 @@ async def sequence_parallel_problems(
     heads = None if model is None else model.heads
     if (obstacle := division_obstacle(resources.sequence_parallel, resources.devices, heads)) is not None:
         message = f"is {resources.sequence_parallel}, which {obstacle}"
-        found.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
-    return found
+        problems.append(FieldError(field=_FIELD, code="does_not_divide", message=message))
+    return problems

@@ -217,13 +217,13 @@ def _compare_equal_lengths(kind: str, path: str) -> None:
         milliseconds(results, 3)
         before = torch.cuda.memory_allocated()
         out = forward()
-        kept = torch.cuda.memory_allocated() - before
+        kept_bytes = torch.cuda.memory_allocated() - before
         del out
         torch.cuda.reset_peak_memory_stats()
         pass_ms = milliseconds(results, 10)
         peak = torch.cuda.max_memory_allocated() - before
         return {
-            f"{name}_first_ms": first, f"{name}_ms": pass_ms, f"{name}_kept_mb": round(kept / 2**20, 1),
+            f"{name}_first_ms": first, f"{name}_ms": pass_ms, f"{name}_kept_mb": round(kept_bytes / 2**20, 1),
             f"{name}_peak_mb": round(peak / 2**20, 1),
         }  # fmt: skip
 

@@ -67,7 +67,7 @@ class TestAHint:
     def test_comes_when_its_run_can_be_claimed(
         self, api: ApiServer, engine: Engine, dataset_id: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        runs_seen = seen_at_calls(monkeypatch, "hint", lambda *_: count_runs(engine))
+        runs_seen = seen_at_calls(monkeypatch, "wake_workers", lambda *_: count_runs(engine))
         make_run(api.client, dataset_id)
         eventually(lambda: runs_seen, what="a hint")
         assert runs_seen[0] == 1, "a worker that came at once would have found nothing and gone away"

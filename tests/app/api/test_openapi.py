@@ -115,11 +115,13 @@ def test_the_example_of_a_call_is_answered_with_success(
         things.dataset = unused.json()["id"]
     if "secrets" in path:
         shared_api.client.put("/v1/secrets/hf_token", json={"value": "hf_example"})
-    key = asked = ""
+    key = action_id = ""
     if "{key_id}" in path:
         key = shared_api.client.post("/v1/keys", json={"name": "example"}).json()["id"]
     if "{action_id}" in path:
-        asked = shared_api.client.post(f"/v1/runs/{things.waiting}/actions", json={"action": "checkpoint"}).json()["id"]
+        action_id = shared_api.client.post(f"/v1/runs/{things.waiting}/actions", json={"action": "checkpoint"}).json()[
+            "id"
+        ]
     if path.endswith("/stop") or "/actions" in path:
         things.ended = things.waiting
     if path.endswith("/postmortem"):
@@ -128,14 +130,14 @@ def test_the_example_of_a_call_is_answered_with_success(
     if method == "delete":
         shared_api.client.post(f"/v1/runs/{things.waiting}/stop")
     if (method, path) == ("post", "/v1/session"):
-        made = shared_api.key_with(["read"])
+        reader_key = shared_api.key_with(["read"])
         with shared_api.client_with(None) as browser:
-            assert browser.post(path, json={"key": made}).status_code == 201
+            assert browser.post(path, json={"key": reader_key}).status_code == 201
         return  # the key of the example is none
     name = "hf_token" if "secrets" in path else "celery"
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
-        "checkpoint_id": things.checkpoint, "action_id": asked, "key_id": key, "attempt": 1,
+        "checkpoint_id": things.checkpoint, "action_id": action_id, "key_id": key, "attempt": 1,
         "path": "metrics.jsonl" if "/attempts/" in path else "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])

@@ -23,7 +23,7 @@ def _make(api: ApiServer, count: int) -> list[str]:
 
 
 def test_pages_are_newest_first_and_join_without_gap_or_overlap(api: ApiServer) -> None:
-    made = _make(api, 7)
+    ids = _make(api, 7)
     seen: list[str] = []
     query = "limit=3"
     while True:
@@ -33,7 +33,7 @@ def test_pages_are_newest_first_and_join_without_gap_or_overlap(api: ApiServer) 
         if not page["has_more"]:
             break
         query = f"limit=3&after={seen[-1]}"
-    assert seen == made[::-1]
+    assert seen == ids[::-1]
 
 
 def test_a_page_that_is_just_full_is_the_last(api: ApiServer) -> None:
@@ -49,16 +49,16 @@ def test_a_page_has_fifty_unless_asked_otherwise(api: ApiServer) -> None:
 
 
 def test_new_items_do_not_shift_the_pages_that_follow(api: ApiServer) -> None:
-    made = _make(api, 4)
+    ids = _make(api, 4)
     first = api.client.get("/v1/experiments?limit=2").json()["data"]
     _make(api, 3)
     second = api.client.get(f"/v1/experiments?limit=2&after={first[-1]['id']}").json()["data"]
-    assert [item["id"] for item in first + second] == made[::-1]
+    assert [item["id"] for item in first + second] == ids[::-1]
 
 
 def test_behind_the_last_item_there_is_an_empty_page(api: ApiServer) -> None:
-    made = _make(api, 1)
-    assert api.client.get(f"/v1/experiments?after={made[0]}").json() == {"data": [], "has_more": False}
+    ids = _make(api, 1)
+    assert api.client.get(f"/v1/experiments?after={ids[0]}").json() == {"data": [], "has_more": False}
 
 
 class TestSearch:
@@ -67,7 +67,7 @@ class TestSearch:
         return {"Grüße 100%": "ä", "under_score": 'say "x"', 'back\\slash "quoted"': "b", "plain": "c"}
 
     @pytest.mark.parametrize(
-        ("text", "found"),
+        ("text", "matches"),
         [
             ("GRÜSSE", []),
             ("grüße", ["Grüße 100%"]),
@@ -84,30 +84,30 @@ class TestSearch:
         ],
     )
     def test_is_for_a_part_of_name_or_tag_and_takes_every_character_as_it_is(
-        self, api: ApiServer, names: dict[str, str], text: str, found: list[str]
+        self, api: ApiServer, names: dict[str, str], text: str, matches: list[str]
     ) -> None:
         for name, tag in names.items():
             api.client.post("/v1/experiments", json={"name": name, "tags": [tag, "common"]})
         page = api.client.get("/v1/experiments", params={"search": text}).json()["data"]
-        assert sorted(item["name"] for item in page) == sorted(found)
+        assert sorted(item["name"] for item in page) == sorted(matches)
 
     def test_also_finds_the_beginning_of_an_id(self, api: ApiServer) -> None:
-        made = _make(api, 3)
-        for text in (made[1], made[1].removeprefix("exp_")):
+        ids = _make(api, 3)
+        for text in (ids[1], ids[1].removeprefix("exp_")):
             page = api.client.get("/v1/experiments", params={"search": text}).json()["data"]
-            assert [item["id"] for item in page] == [made[1]]
+            assert [item["id"] for item in page] == [ids[1]]
 
     def test_of_runs_and_datasets_is_the_same(self, api: ApiServer) -> None:
         rows = b'{"text": "a"}\n'
         stored = api.client.post("/v1/datasets", files={"file": ("Some rows.jsonl", rows)}).json()
         dataset = {"dataset_id": stored["id"], "backend": "fake"}
         run = {**dataset, "config": {"base_model": "any"}, "name": "Some run", "tags": ["Nightly"]}
-        made = api.client.post("/v1/runs", json=run).json()
+        created = api.client.post("/v1/runs", json=run).json()
         for path, text, expected in (
             ("/v1/datasets", "me RO", stored["id"]),
-            ("/v1/runs", "me RU", made["id"]),
-            ("/v1/runs", "nIGHT", made["id"]),
-            ("/v1/runs", made["id"][4:], made["id"]),
+            ("/v1/runs", "me RU", created["id"]),
+            ("/v1/runs", "nIGHT", created["id"]),
+            ("/v1/runs", created["id"][4:], created["id"]),
         ):
             assert [item["id"] for item in api.client.get(path, params={"search": text}).json()["data"]] == [expected]
             assert api.client.get(path, params={"search": "x" + text}).json()["data"] == []

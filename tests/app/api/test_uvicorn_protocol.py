@@ -87,10 +87,10 @@ def test_a_refused_body_is_not_taken_for_ever(hasty: ApiServer) -> None:
 
 def test_a_download_that_is_not_read_is_ended(hasty: ApiServer) -> None:
     row = b'{"text": "' + _MEGABYTE + b'"}\n'
-    made = hasty.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
+    dataset = hasty.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
     head = f"Host: localhost\r\nAuthorization: Bearer {hasty.key}\r\n\r\n"
     with _connect(hasty) as connection:
-        connection.sendall(f"GET /v1/datasets/{made['id']}/content HTTP/1.1\r\n{head}".encode())
+        connection.sendall(f"GET /v1/datasets/{dataset['id']}/content HTTP/1.1\r\n{head}".encode())
         eventually(lambda: connection.recv(1) == b"H")
         assert _is_open(hasty, connection)
         eventually(lambda: not _is_open(hasty, connection), timeout=15)
@@ -166,8 +166,8 @@ class TestUnreadResponses:
     @pytest.fixture
     def path(self, shared_api: ApiServer) -> str:
         row = b'{"text": "' + _MEGABYTE + b'"}\n'
-        made = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
-        return f"/v1/datasets/{made['id']}/content"
+        dataset = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", row * 20)}).json()
+        return f"/v1/datasets/{dataset['id']}/content"
 
     def _open(self, api: ApiServer, path: str, key: str) -> socket.socket:
         connection = socket.socket()
@@ -348,14 +348,14 @@ def _slowest_answer_beside(api: ApiServer, attack: Callable[[ApiServer], None]) 
             attack(api)
 
     attackers = [threading.Thread(target=repeat) for _ in range(3)]
-    for one in attackers:
-        one.start()
+    for attacker in attackers:
+        attacker.start()
     try:
         return max(api.client.get("/healthz").raise_for_status().elapsed.total_seconds() for _ in range(30))
     finally:
         over.set()
-        for one in attackers:
-            one.join()
+        for attacker in attackers:
+            attacker.join()
 
 
 class TestHttp10:

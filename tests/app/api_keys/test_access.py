@@ -67,9 +67,9 @@ def test_without_a_key_every_call_answers_401_while_its_body_is_still_to_come(sh
             connection.sendall(_UPLOAD.format(method=call[0], path=call[1]).encode())
             return connection.recv(4096)
 
-    wanted = [*_calls(shared_api), ("POST", "/healthz"), ("POST", "/nowhere"), ("DELETE", "/static/../v1/runs")]
+    calls = [*_calls(shared_api), ("POST", "/healthz"), ("POST", "/nowhere"), ("DELETE", "/static/../v1/runs")]
     with ThreadPoolExecutor(8) as pool:
-        answers = dict(zip(wanted, pool.map(ask, wanted), strict=True))
+        answers = dict(zip(calls, pool.map(ask, calls), strict=True))
     assert {call: answer[:60] for call, answer in answers.items() if not answer.startswith(b"HTTP/1.1 401")} == {}
     assert not any(path.is_file() for path in shared_api.settings.storage_root.rglob("*"))
 

@@ -10,16 +10,16 @@ from tests.server import ApiServer
 
 def test_a_key_is_shown_once_and_works_until_it_is_revoked(api: ApiServer) -> None:
     answer = api.client.post("/v1/keys", json={"name": "laptop", "scopes": ["read", "read"], "expires_days": 2})
-    made = answer.json()
-    assert answer.status_code == 201 and made["scopes"] == ["read"] and made["key"].startswith(made["prefix"])
+    created = answer.json()
+    assert answer.status_code == 201 and created["scopes"] == ["read"] and created["key"].startswith(created["prefix"])
     assert answer.headers["cache-control"] == "no-store"
-    with api.client_with(made["key"]) as client:
+    with api.client_with(created["key"]) as client:
         assert client.get("/v1/experiments").status_code == 200
         refused = [client.get("/v1/keys"), client.get(answer.headers["location"])]
         assert {(one.status_code, one.json()["code"]) for one in refused} == {(403, "scope_missing")}
     shown = api.client.get(answer.headers["location"]).json()
-    key, used = made.pop("key"), shown["last_used_at"]
-    assert shown == {**made, "last_used_at": used} and key not in str(shown)
+    key, used = created.pop("key"), shown["last_used_at"]
+    assert shown == {**created, "last_used_at": used} and key not in str(shown)
     assert used and shown["expires_at"] > shown["created_at"]
     listed = api.client.get("/v1/keys", params={"limit": 1})
     assert listed.json()["data"] == [shown] and listed.json()["has_more"] is True
@@ -27,7 +27,7 @@ def test_a_key_is_shown_once_and_works_until_it_is_revoked(api: ApiServer) -> No
     assert api.client.get(answer.headers["location"]).json()["revoked_at"]
     calls = [
         (one["method"], one["route"], one["status"]) for one in api.client.get("/v1/audit").json()["data"]
-        if one["resource"] == made["id"]
+        if one["resource"] == created["id"]
     ]  # fmt: skip
     assert calls == [("DELETE", "/v1/keys/{key_id}", 204)] * 2 + [("POST", "/v1/keys", 201)]
     missing = api.client.delete("/v1/keys/key_none")
@@ -51,19 +51,19 @@ def test_what_makes_no_sense_is_refused(shared_api: ApiServer, body: object, fie
 
 def test_a_change_keeps_what_it_does_not_name_and_null_removes_the_quota(api: ApiServer) -> None:
     answer = api.client.post("/v1/keys", json={"name": "laptop", "scopes": ["read"], "max_devices": 4})
-    path, made = answer.headers["location"], answer.json()
-    key = made.pop("key")
-    assert made["max_devices"] == 4 and api.client.get(path).json() == made
-    for change, wanted in (
+    path, current = answer.headers["location"], answer.json()
+    key = current.pop("key")
+    assert current["max_devices"] == 4 and api.client.get(path).json() == current
+    for change, expected in (
         ({"name": "tower"}, {"name": "tower"}), ({"max_devices": 0}, {"max_devices": 0}), ({"name": None}, {}),
         ({}, {}), ({"max_devices": None, "name": "any"}, {"max_devices": None, "name": "any"}),
     ):  # fmt: skip
         changed = api.client.patch(path, json=change)
-        made |= wanted
-        assert (changed.status_code, changed.json()) == (200, made) and api.client.get(path).json() == made
+        current |= expected
+        assert (changed.status_code, changed.json()) == (200, current) and api.client.get(path).json() == current
     with api.client_with(key) as client:
         assert client.get("/v1/experiments").status_code == 200, "the key is the same"
-    calls = api.client.get("/v1/audit", params={"resource": made["id"], "limit": 5}).json()["data"]
+    calls = api.client.get("/v1/audit", params={"resource": current["id"], "limit": 5}).json()["data"]
     assert [(one["method"], one["route"], one["status"]) for one in calls] == [("PATCH", "/v1/keys/{key_id}", 200)] * 5
     missing = api.client.patch("/v1/keys/key_none", json={"name": "x"})
     assert (missing.status_code, missing.json()["code"]) == (404, "key_not_found")
@@ -83,11 +83,11 @@ def test_a_change_that_makes_no_sense_is_refused(shared_api: ApiServer, body: ob
 
 
 def test_a_key_that_writes_does_not_change_its_own_quota(api: ApiServer) -> None:
-    made = api.client.post("/v1/keys", json={"name": "x", "max_devices": 1}).json()
-    with api.client_with(made["key"]) as client:
-        refused = client.patch(f"/v1/keys/{made['id']}", json={"max_devices": None})
+    created = api.client.post("/v1/keys", json={"name": "x", "max_devices": 1}).json()
+    with api.client_with(created["key"]) as client:
+        refused = client.patch(f"/v1/keys/{created['id']}", json={"max_devices": None})
     assert (refused.status_code, refused.json()["code"]) == (403, "scope_missing")
-    assert api.client.get(f"/v1/keys/{made['id']}").json()["max_devices"] == 1
+    assert api.client.get(f"/v1/keys/{created['id']}").json()["max_devices"] == 1
 
 
 def test_the_last_admin_key_is_never_revoked_however_many_try(api: ApiServer) -> None:

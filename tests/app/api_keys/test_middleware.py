@@ -45,15 +45,17 @@ def _only_key(settings: Settings, name: str = "test") -> KeyView:
 
 
 def test_without_a_key_every_route_and_method_answers_401(api: ApiServer, settings: Settings) -> None:
-    wanted = [(method, path) for path in _paths(settings) for method in METHODS if not is_public_call(method, path)]
-    assert len(wanted) > 100
+    public = [(method, path) for path in _paths(settings) for method in METHODS if not is_public_call(method, path)]
+    assert len(public) > 100
     with api.client_with(None) as untrusted:
-        answers = {(method, path): untrusted.request(method, path) for method, path in wanted}
+        answers = {(method, path): untrusted.request(method, path) for method, path in public}
     assert {key: answer.status_code for key, answer in answers.items() if answer.status_code != 401} == {}
-    one = answers["POST", "/v1/runs/validate"] if ("POST", "/v1/runs/validate") in answers else answers["GET", "/docs"]
-    assert one.headers["www-authenticate"].startswith("Bearer")
-    assert one.headers["content-type"] == "application/problem+json"
-    assert "anneal keys create" in one.json()["detail"]
+    example = (
+        answers["POST", "/v1/runs/validate"] if ("POST", "/v1/runs/validate") in answers else answers["GET", "/docs"]
+    )
+    assert example.headers["www-authenticate"].startswith("Bearer")
+    assert example.headers["content-type"] == "application/problem+json"
+    assert "anneal keys create" in example.json()["detail"]
 
 
 def test_only_reading_healthz_is_public(shared_api: ApiServer) -> None:
@@ -159,16 +161,16 @@ async def test_a_remembered_key_ends_with_its_verdict(settings: Settings, monkey
     engine = async_engine(settings.database_url or "")
     auth = KeyVerifier(session_maker(engine))
     try:
-        caller = await auth.verify(key)
+        caller = await auth.verify_key(key)
         assert caller is not None and caller.key_id == key_id
-        assert auth.remembered(key) == caller
+        assert auth.cached_caller(key) == caller
         assert await auth.still_valid(key_id)
         revoke_key_sync(settings, key_id)
         later = time.monotonic() + CACHE_SECONDS + 0.1
         # The module's own clock alone: the event loop has to go on by the process's.
         monkeypatch.setattr(verifier, "time", SimpleNamespace(monotonic=lambda: later))
-        assert auth.remembered(key) is None
-        assert await auth.verify(key) is None
+        assert auth.cached_caller(key) is None
+        assert await auth.verify_key(key) is None
         assert not await auth.still_valid(key_id)
     finally:
         await engine.dispose()
@@ -179,12 +181,12 @@ async def test_a_key_that_expires_is_not_remembered_beyond_that(settings: Settin
     engine = async_engine(settings.database_url or "")
     auth = KeyVerifier(session_maker(engine))
     try:
-        if await auth.verify(key):
+        if await auth.verify_key(key):
             deadline = time.monotonic() + 5
-            while auth.remembered(key) is not None:
+            while auth.cached_caller(key) is not None:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.02)
-        assert await auth.verify(key) is None
+        assert await auth.verify_key(key) is None
     finally:
         await engine.dispose()
 
@@ -229,13 +231,13 @@ def test_wrong_keys_of_an_address_that_has_to_wait_cost_no_query_each(
     api: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verified: list[str] = []
-    verify = KeyVerifier.verify
+    verify = KeyVerifier.verify_key
 
     async def counted(self: KeyVerifier, key: str) -> Any:
         verified.append(key)
         return await verify(self, key)
 
-    monkeypatch.setattr(KeyVerifier, "verify", counted)
+    monkeypatch.setattr(KeyVerifier, "verify_key", counted)
     began = time.monotonic()
     for number in range(60):
         with api.client_with(f"anneal_{number:043}") as untrusted:
@@ -246,7 +248,7 @@ def test_wrong_keys_of_an_address_that_has_to_wait_cost_no_query_each(
 def test_the_list_of_failing_addresses_is_bounded() -> None:
     limit = FailureLimit()
     for number in range(20_000):
-        limit.count(str(number))
+        limit.count_attempt(str(number))
     assert len(limit._spent) == 10_000
 
 

@@ -51,8 +51,8 @@ def signed_in(api: ApiServer, key: str) -> Iterator[httpx.Client]:
 
 
 def code(answer: httpx.Response) -> str:
-    found: str = answer.json()["code"]
-    return found
+    error_code: str = answer.json()["code"]
+    return error_code
 
 
 def execute(api: ApiServer, statement: str) -> None:
@@ -67,10 +67,10 @@ class TestSession:
             (cookie,) = browser.cookies.jar
             refused = browser.post("/v1/experiments", json={"name": "x"})
             with shared_api.client_with(None) as again:
-                made = again.post("/v1/session", json={"key": shared_api.key_with(["read"])})
+                login = again.post("/v1/session", json={"key": shared_api.key_with(["read"])})
         assert answer.json()["scopes"] == ["read"] and answer.json()["credential"] == "session"
         assert cookie.name == f"anneal_session_{shared_api.port}" and cookie.path == "/" and not cookie.secure
-        sent = made.headers["set-cookie"]
+        sent = login.headers["set-cookie"]
         assert "HttpOnly" in sent and "SameSite=strict" in sent and "Max-Age=2592000" in sent
         assert (refused.status_code, code(refused)) == (403, "scope_missing")
 
@@ -78,11 +78,11 @@ class TestSession:
         """A proxy that terminates TLS: this server sees plain HTTP, the page has the origin of the proxy."""
         with shared_api.client_with(None) as browser:
             origin = shared_api.url.replace("http:", "https:")
-            made = browser.post("/v1/session", json={"key": shared_api.key_with(["read"])}, headers={"Origin": origin})
-            name, _, value = made.headers["set-cookie"].partition(";")[0].partition("=")
-            found = browser.get("/v1/session", headers={"Cookie": f"{name}={value}"})
-        assert name == f"__Host-anneal_session_{shared_api.port}" and "Secure" in made.headers["set-cookie"]
-        assert found.status_code == 200
+            login = browser.post("/v1/session", json={"key": shared_api.key_with(["read"])}, headers={"Origin": origin})
+            name, _, value = login.headers["set-cookie"].partition(";")[0].partition("=")
+            session = browser.get("/v1/session", headers={"Cookie": f"{name}={value}"})
+        assert name == f"__Host-anneal_session_{shared_api.port}" and "Secure" in login.headers["set-cookie"]
+        assert session.status_code == 200
 
     def test_changes_things_from_its_own_page_only(self, shared_api: ApiServer, browser: httpx.Client) -> None:
         def change(**headers: str | None) -> httpx.Response:
@@ -257,7 +257,7 @@ class TestLink:
         caplog.set_level(logging.DEBUG)
         link = shared_api.client.post("/v1/session/links").json()["url"].partition("#")[2]
         with shared_api.client_with(None) as browser:
-            made = browser.post("/v1/session", json={"link": link})
+            login = browser.post("/v1/session", json={"link": link})
             token = browser.cookies[f"anneal_session_{shared_api.port}"]
             ticket = shared_api.client.post("/v1/stream-tickets").json()["ticket"]
             assert browser.get("/v1/events", params={"ticket": ticket, "follow": False}).status_code == 200
@@ -265,7 +265,7 @@ class TestLink:
         entries = shared_api.client.get("/v1/audit", params={"limit": 10}).json()["data"]
         routes = {(entry["method"], entry["route"], entry["status"]) for entry in entries}
         assert {("POST", "/v1/session/links", 201), ("POST", "/v1/session", 201)} <= routes
-        assert made.json()["key_id"] in {entry["key_id"] for entry in entries}
+        assert login.json()["key_id"] in {entry["key_id"] for entry in entries}
         # The HTTP client of this test logs what it sends.
         ours = [record.getMessage() for record in caplog.records if not record.name.startswith("http")]
         seen = "\n".join(ours) + json.dumps(entries)
@@ -304,9 +304,9 @@ class TestTicket:
         ticket = shared_api.client.post("/v1/stream-tickets", json={"run_id": run}).json()
         assert ticket["run_id"] == run
         with shared_api.client_with(None) as page:
-            asked = {"ticket": ticket["ticket"], "follow": False}
-            answers = [page.get(f"/v1/runs/{one}/events", params=asked) for one in (run, other)]
-            answers.append(page.get("/v1/events", params=asked))
+            parameters = {"ticket": ticket["ticket"], "follow": False}
+            answers = [page.get(f"/v1/runs/{one}/events", params=parameters) for one in (run, other)]
+            answers.append(page.get("/v1/events", params=parameters))
         assert [answer.status_code for answer in answers] == [200, 403, 403]
         assert code(answers[1]) == "ticket_of_other_run"
         unknown = shared_api.client.post("/v1/stream-tickets", json={"run_id": new_id("run")})
@@ -344,10 +344,10 @@ class TestOtherOrigins:
 
     def test_that_are_allowed_read_answers_and_errors_with_a_key_or_a_ticket(self, open_api: ApiServer) -> None:
         ticket = open_api.client.post("/v1/stream-tickets").json()["ticket"]
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        preflight_headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
         with open_api.client_with(None) as page:
-            preflight = page.options("/v1/runs", headers={"Origin": DASHBOARD, **asked})
-            stranger = page.options("/v1/runs", headers={"Origin": "https://evil.example", **asked})
+            preflight = page.options("/v1/runs", headers={"Origin": DASHBOARD, **preflight_headers})
+            stranger = page.options("/v1/runs", headers={"Origin": "https://evil.example", **preflight_headers})
             refused = page.get("/v1/runs", headers={"Origin": DASHBOARD})
             stream = page.get("/v1/events", params={"ticket": ticket, "follow": False}, headers={"Origin": DASHBOARD})
         body = {"name": new_id("exp")}

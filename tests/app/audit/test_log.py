@@ -17,7 +17,7 @@ from app.config import Settings
 from app.contracts.schemas.api_keys import KeyEdit
 from app.infra.ids import id_at
 from app.main import create_app
-from app.runs.retention import Policy, prune
+from app.runs.retention import Policy, run_prune
 from tests.app.routes import UNSAFE
 from tests.factories import make_dataset, make_run
 from tests.server import ApiServer
@@ -100,8 +100,8 @@ def test_of_many_calls_of_a_key_that_change_nothing_only_some_are_listed_and_eve
     assert api.client.post("/v1/experiments", json={"name": "made"}).status_code == 201
     with psycopg.connect(str(settings.database_url)) as connection:
         count = "SELECT count(*) FILTER (WHERE status = 404), count(*) FILTER (WHERE status = 201) FROM audit_log"
-        refused, made = connection.execute(count).fetchone() or (0, 0)
-    assert 90 <= refused <= 101 + time.monotonic() - began and made == 1
+        refused, changes = connection.execute(count).fetchone() or (0, 0)
+    assert 90 <= refused <= 101 + time.monotonic() - began and changes == 1
 
 
 def test_every_call_that_changes_something_writes_it_in_its_own_transaction(settings: Settings) -> None:
@@ -110,13 +110,13 @@ def test_every_call_that_changes_something_writes_it_in_its_own_transaction(sett
     def uses_the_session(dependant: Any) -> bool:
         return any(one.call is get_session or uses_the_session(one) for one in dependant.dependencies)
 
-    found = {}
+    transactions = {}
     for included in create_app(settings).routes:
         for route in getattr(included, "effective_route_contexts", lambda: ())():
             for method in set(UNSAFE) & set(route.methods or ()):
-                found[method, route.path] = uses_the_session(route.dependant)
-    assert len(found) > 10
-    alone = {call for call, uses in found.items() if not uses}
+                transactions[method, route.path] = uses_the_session(route.dependant)
+    assert len(transactions) > 10
+    alone = {call for call, uses in transactions.items() if not uses}
     assert alone - CHANGES_NOTHING == {("POST", "/v1/datasets"), ("POST", "/v1/datasets/mix")}
 
 
@@ -215,7 +215,7 @@ def test_lines_go_after_a_year(api: ApiServer, settings: Settings) -> None:
         api.client.post("/v1/experiments", json={"name": str(n)})
     old = id_at("aud", now - timedelta(days=366))
     execute(settings, f"UPDATE audit_log SET id = '{old}' WHERE id = (SELECT max(id) FROM audit_log)")
-    prune(settings, Policy(runs_days=10_000), dry_run=True)
+    run_prune(settings, Policy(runs_days=10_000), dry_run=True)
     assert len(listed(api)) == 3
-    prune(settings, Policy(runs_days=10_000), dry_run=False)
+    run_prune(settings, Policy(runs_days=10_000), dry_run=False)
     assert len(listed(api)) == 2

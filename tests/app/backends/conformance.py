@@ -75,21 +75,21 @@ class Conformance:
         assert await backend.validate_config(self.config) == []
 
     async def test_reports_every_problem_at_once_with_field_code_and_message(self, backend: CeleryBackend) -> None:
-        found = await backend.validate_config({**self.config, **self.wrong_config})
-        assert {problem.field.split(".")[0] for problem in found} == set(self.wrong_config)
-        assert all(problem.code and problem.message for problem in found)
+        problems = await backend.validate_config({**self.config, **self.wrong_config})
+        assert {problem.field.split(".")[0] for problem in problems} == set(self.wrong_config)
+        assert all(problem.code and problem.message for problem in problems)
 
     async def test_a_method_that_it_does_not_support_is_a_problem(self, backend: CeleryBackend) -> None:
         narrow = backend.capabilities.model_copy(update={"supported_methods": (TrainingMethod.qlora,)})
         backend.rules = replace(backend.rules, capabilities=narrow)
         for method in (TrainingMethod.full, TrainingMethod.dpo):
-            found = await backend.validate_config({**self.config, "method": method.value})
-            assert [problem.field for problem in found] == ["method"]
+            problems = await backend.validate_config({**self.config, "method": method.value})
+            assert [problem.field for problem in problems] == ["method"]
 
     async def test_estimates_what_a_run_takes_or_says_why_it_cannot(self, backend: CeleryBackend) -> None:
-        found = await backend.estimate_resources({**self.config, "max_steps": 7}, 100)
-        assert (found.memory_mb is None) == bool(found.unknown)
-        assert found.steps == (7 if backend.rules.loads_model else None)
+        estimate = await backend.estimate_resources({**self.config, "max_steps": 7}, 100)
+        assert (estimate.memory_mb is None) == bool(estimate.unknown)
+        assert estimate.steps == (7 if backend.rules.loads_model else None)
         with pytest.raises(ApiError) as refused:
             await backend.estimate_resources({**self.config, **self.wrong_config}, 100)
         assert refused.value.errors

@@ -26,9 +26,9 @@ async def test_a_private_authority_is_trusted_if_the_operator_says_so(
         monkeypatch.delenv("SSL_CERT_FILE", raising=False)
         stranger = RayApi(url, None)
         with pytest.raises(RayError, match="CERTIFICATE_VERIFY_FAILED"):
-            await stranger.job("anneal-run-1")
+            await stranger.get_job("anneal-run-1")
         await stranger.close()
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         trusting = RayApi(url, "sesame")
-        assert await trusting.job("anneal-run-1") is None and server.tokens == {"Bearer sesame"}
+        assert await trusting.get_job("anneal-run-1") is None and server.tokens == {"Bearer sesame"}
         await trusting.close()

@@ -41,8 +41,8 @@ def settings(settings: Settings, ray: RayServer) -> Settings:
 
 @pytest.fixture
 async def jobs(settings: Settings) -> AsyncIterator[RayJobs]:
-    async for one in loop_of(settings):
-        yield one
+    async for running_jobs in loop_of(settings):
+        yield running_jobs
 
 
 async def loop_of(settings: Settings) -> AsyncIterator[RayJobs]:
@@ -86,10 +86,10 @@ class TestSubmission:
     ) -> None:
         run_id = add(engine, devices_needed=2, requirements={"kind": "cuda", "labels": ["zone=a b;c"]})
         for _ in range(3):
-            await jobs.round()
+            await jobs.do_round()
         assert ray.submissions == [job(run_id)] and ray.tokens == {"Bearer sesame"}
-        wanted = f"python -m worker.ray_node {run_id} 0 --devices 2 --kind cuda --label 'zone=a b;c'"
-        assert ray.bodies[0]["entrypoint"] == wanted
+        command = f"python -m worker.ray_node {run_id} 0 --devices 2 --kind cuda --label 'zone=a b;c'"
+        assert ray.bodies[0]["entrypoint"] == command
         code, message = waits_because(engine, run_id)
         assert code == "ray_placing" and "2 free GPUs" in message and job(run_id) in message
         assert [kind for _, kind, _, _ in events_of(engine, run_id)] == ["status", "pending"]
@@ -98,7 +98,7 @@ class TestSubmission:
         self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
     ) -> None:
         add(engine)
-        await jobs.round()
+        await jobs.do_round()
         (body,) = ray.bodies
         assert body["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "21"}}
         sent = json.dumps(body)
@@ -110,16 +110,16 @@ class TestSubmission:
         ray.delay = 0.2
         replicas = [loop_of(settings) for _ in range(3)]
         loops = [await anext(one) for one in replicas]
-        await asyncio.gather(*(one.round() for one in loops))
+        await asyncio.gather(*(one.do_round() for one in loops))
         assert ray.submissions == [job(run_id)]
-        for one in replicas:
-            await anext(one, None)
+        for replica in replicas:
+            await anext(replica, None)
 
     async def test_a_lost_response_is_looked_up_and_not_asked_for_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
-        real = ray_api.RayApi.submit
+        real = ray_api.RayApi.submit_job
 
         async def submit(api: Any, *arguments: Any) -> None:
             ray.loses_responses = True
@@ -129,10 +129,10 @@ class TestSubmission:
                 ray.loses_responses = False
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_api.RayApi, "submit", submit)
-            await jobs.round()
+            patch.setattr(ray_api.RayApi, "submit_job", submit)
+            await jobs.do_round()
         assert waits_because(engine, run_id)[0] == "ray_unreachable" and ray.submissions == [job(run_id)]
-        await jobs.round()
+        await jobs.do_round()
         assert waits_because(engine, run_id)[0] == "ray_placing" and ray.submissions == [job(run_id)]
 
     async def test_a_submission_that_arrives_after_its_run_was_stopped_is_stopped(
@@ -140,33 +140,33 @@ class TestSubmission:
     ) -> None:
         """Ray went on with a request that had timed out."""
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         created = ray.jobs.pop(job(run_id))
         execute(engine, machine.request_stop(run_id, "checkpoint"))
         execute(engine, f"DELETE FROM runs WHERE id = '{run_id}'")
         for _ in range(2):
-            await jobs.round()
+            await jobs.do_round()
         ray.jobs[job(run_id)] = created
-        await jobs.round()
+        await jobs.do_round()
         assert ray.stopped == [job(run_id)]
 
     async def test_a_job_that_never_arrives_is_forgotten_after_a_while(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         ray.jobs.clear()
         execute(engine, machine.request_stop(run_id, "checkpoint"))
-        await jobs.round()
+        await jobs.do_round()
         execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '2 minutes'")
-        await jobs.round()
+        await jobs.do_round()
         with engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
 
     async def test_an_id_that_exists_already_is_the_job(self, settings: Settings, ray: RayServer) -> None:
         api = ray_api.RayApi(ray.url, None)
-        await api.submit("anneal-run-1", "true", {})
-        await api.submit("anneal-run-1", "true", {})
+        await api.submit_job("anneal-run-1", "true", {})
+        await api.submit_job("anneal-run-1", "true", {})
         assert ray.submissions == ["anneal-run-1"] * 2
         await api.close()
 
@@ -178,7 +178,7 @@ class TestSubmission:
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         api = ray_api.RayApi(ray.url, None)
-        assert await api.job("anneal-run-1") is None
+        assert await api.get_job("anneal-run-1") is None
         await api.close()
 
     async def test_only_some_jobs_wait_at_a_time_those_of_higher_priority_first(
@@ -186,26 +186,26 @@ class TestSubmission:
     ) -> None:
         monkeypatch.setattr(ray_jobs, "_MOST_WAITING", 2)
         low, high, middle = (add(engine, priority=priority) for priority in (0, 9, 5))
-        await jobs.round()
+        await jobs.do_round()
         assert set(ray.submissions) == {job(high), job(middle)}
         assert waits_because(engine, low)[0] == "ray_queued"
         assert claim(engine, high)
-        await jobs.round()
+        await jobs.do_round()
         assert set(ray.submissions) == {job(high), job(middle), job(low)}
 
     async def test_a_run_of_higher_priority_takes_the_place_of_a_lower_one(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         waiting = [add(engine, devices_needed=64 + number) for number in range(16)]
-        await jobs.round()
+        await jobs.do_round()
         urgent = add(engine, priority=5)
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions[16:] == [job(urgent)]
         (given_up,) = [run_id for run_id in waiting if run_row(engine, run_id).lease_epoch == 1]
         row = run_row(engine, given_up)
         assert (row.status, row.lost_count) == ("pending", 0) and row.pending_reason["code"] == "ray_queued"
         execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '1 minute'")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.stopped == [job(given_up)] and len(ray.submissions) == 17
 
     async def test_runs_that_cannot_be_placed_do_not_keep_others_waiting(
@@ -214,11 +214,11 @@ class TestSubmission:
         """Whatever their priority: after five minutes they give their places up for as long."""
         large = [add(engine, devices_needed=64 + number, priority=9) for number in range(16)]
         small = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         assert len(ray.submissions) == 16 and waits_because(engine, small)[0] == "ray_queued"
         execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
         for _ in range(2):
-            await jobs.round()
+            await jobs.do_round()
         assert ray.submissions[16:] == [job(small)]
         rows = [run_row(engine, run_id) for run_id in large]
         assert sum(row.lease_epoch for row in rows) == 1 and {row.lost_count for row in rows} == {0}
@@ -228,11 +228,11 @@ class TestSubmission:
     ) -> None:
         large = [add(engine, devices_needed=64) for _ in range(16)]
         small = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         assert job(small) in ray.submissions and len(ray.submissions) == 5
         assert waits_because(engine, large[-1])[0] == "ray_queued"
         execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
-        await jobs.round()
+        await jobs.do_round()
         assert len(ray.submissions) == 5, "to change places among them would be of no use"
 
     async def test_thousands_of_runs_that_need_the_same_do_not_hide_those_behind_them(
@@ -247,7 +247,7 @@ class TestSubmission:
             f"FROM runs, generate_series(1, 1200) AS n WHERE id = '{first}'",
         )
         same_owner, other = add(engine, created_by="many"), add(engine, created_by="other")
-        await jobs.round()
+        await jobs.do_round()
         assert len(ray.submissions) == 6 and {job(same_owner), job(other)} < set(ray.submissions)
 
     async def test_a_quota_counts_the_jobs_that_are_submitted(
@@ -257,7 +257,7 @@ class TestSubmission:
         execute(engine, "UPDATE experiments SET max_devices = 3")
         experiment = run_row(engine, first).experiment_id
         execute(engine, f"UPDATE runs SET experiment_id = '{experiment}'")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(first)]
         assert waits_because(engine, second)[0] == "quota"
 
@@ -267,13 +267,13 @@ class TestSubmission:
         """Otherwise a run that Ray cannot place would keep all others of its key waiting."""
         key = add_key(engine, 4)
         large = [add(engine, devices_needed=2, requirements={"labels": [f"a={n}"]}, created_by=key) for n in range(2)]
-        await jobs.round()
-        small, wide = add(engine, created_by=key), add(engine, created_by=key, devices_needed=5, priority=9)
-        await jobs.round()
+        await jobs.do_round()
+        small, multi_device = add(engine, created_by=key), add(engine, created_by=key, devices_needed=5, priority=9)
+        await jobs.do_round()
         assert set(ray.submissions) == {job(one) for one in large}
-        assert waits_because(engine, small)[0] == waits_because(engine, wide)[0] == "quota"
+        assert waits_because(engine, small)[0] == waits_because(engine, multi_device)[0] == "quota"
         urgent = add(engine, created_by=key, devices_needed=4, priority=1)
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions[2:] == [job(urgent)], "of higher priority; it needs the part of both"
         assert [run_row(engine, one).lease_epoch for one in large] == [1, 1]
         assert [waits_because(engine, one)[0] for one in large] == ["ray_queued"] * 2
@@ -283,32 +283,32 @@ class TestSubmission:
     ) -> None:
         key = add_key(engine, 4)
         large = add(engine, devices_needed=4, created_by=key, priority=5)
-        await jobs.round()
+        await jobs.do_round()
         small = add(engine, created_by=key)
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(large)]
         execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '6 minutes'")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions[1:] == [job(small)]
         assert run_row(engine, large).status == "pending" and waits_because(engine, large)[0] == "ray_queued"
 
     async def test_a_quota_that_is_kept_for_an_earlier_run_gets_no_job_of_a_later_one(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
-        earlier, wide = add(engine), add_run(engine, devices_needed=4).id
+        earlier, large = add(engine), add_run(engine, devices_needed=4).id
         small, next_one = add(engine), add(engine)
-        execute(engine, f"UPDATE runs SET experiment_id = '{run_row(engine, wide).experiment_id}'")
+        execute(engine, f"UPDATE runs SET experiment_id = '{run_row(engine, large).experiment_id}'")
         execute(engine, "UPDATE experiments SET max_devices = 4")
-        hold = StoredQuotaHold(quota_id=run_row(engine, wide).experiment_id, run_id=wide, starts_at=None, spare=1)
+        hold = StoredQuotaHold(quota_id=run_row(engine, large).experiment_id, run_id=large, starts_at=None, spare=1)
         with engine.begin() as connection:
             store_holds(connection, StoredHolds(quota_holds=[hold]))
         for _ in range(2):
-            await jobs.round()
+            await jobs.do_round()
             assert ray.submissions == [job(earlier), job(small)]
         code, message = waits_because(engine, next_one)
-        assert code == "quota" and f"kept for run {wide}" in message
+        assert code == "quota" and f"kept for run {large}" in message
         execute(engine, "UPDATE queue_plan SET made_at = now() - interval '31 s'")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions[2:] == [job(next_one)]
 
     async def test_a_run_that_waits_after_a_loss_has_its_job_when_it_is_due(
@@ -316,7 +316,7 @@ class TestSubmission:
     ) -> None:
         add(engine)
         execute(engine, "UPDATE runs SET not_before = now() + interval '1 hour'")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == []
 
 
@@ -330,24 +330,24 @@ class TestNodes:
     async def test_a_run_that_no_node_can_hold_says_what_there_is(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
-        wide = add(engine, devices_needed=8)
+        large = add(engine, devices_needed=8)
         elsewhere = add(engine, requirements={"kind": "cuda", "labels": ["zone=b"]})
         ray.nodes = [self.node(GPU=4.0, CPU=32.0, labels={"zone": "a"}), self.node("DEAD", GPU=8.0)]
-        await jobs.round()
-        code, message = waits_because(engine, wide)
+        await jobs.do_round()
+        code, message = waits_because(engine, large)
         assert code == "ray_no_node" and "has 8 GPUs: the most is 4" in message and "`resources.devices`" in message
         assert "has the label `zone=b`" in waits_because(engine, elsewhere)[1]
         ray.nodes.append(self.node(GPU=8.0, labels={"zone": "b"}))
         for _ in range(2):
-            await jobs.round()
-        for run_id in (wide, elsewhere):
+            await jobs.do_round()
+        for run_id in (large, elsewhere):
             assert waits_because(engine, run_id)[0] == "ray_placing"
             assert [kind for _, kind, _, _ in events_of(engine, run_id)] == ["status", "pending", "pending"]
 
     async def test_a_cluster_without_gpus_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
         run_id = add(engine)
         ray.nodes = [self.node(CPU=2.0)]
-        await jobs.round()
+        await jobs.do_round()
         code, message = waits_because(engine, run_id)
         assert code == "ray_no_node" and "there are none" in message and "`resources.kind`" in message
 
@@ -357,7 +357,7 @@ class TestNodes:
     ) -> None:
         run_id = add(engine)
         ray.nodes = nodes
-        await jobs.round()
+        await jobs.do_round()
         assert waits_because(engine, run_id)[0] == "ray_placing" and ray.submissions == [job(run_id)]
 
 
@@ -369,11 +369,11 @@ class TestACluster:
         ray.loses_responses = True
         with caplog.at_level(logging.INFO):
             for _ in range(3):
-                await jobs.round()
+                await jobs.do_round()
             code, message = waits_because(engine, run_id)
             assert code == "ray_unreachable" and "ANNEAL_RAY_URL" in message and ray.url not in message
             ray.loses_responses = False
-            await jobs.round()
+            await jobs.do_round()
         assert waits_because(engine, run_id)[0] == "ray_placing"
         logged = [record.message for record in caplog.records if record.message.startswith("ray: ")]
         assert ["does not respond" in one for one in logged][:2] == [True, False] and len(logged) == 3
@@ -382,14 +382,14 @@ class TestACluster:
     async def test_that_rejects_the_token_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
         run_id = add(engine)
         ray.token = "another"
-        await jobs.round()
+        await jobs.do_round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
     async def test_that_is_elsewhere_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
         """The token of the operator is not sent to where a redirect leads."""
         run_id = add(engine)
         ray.failing["POST"] = 307
-        await jobs.round()
+        await jobs.do_round()
         code, message = waits_because(engine, run_id)
         assert code == "ray_unreachable" and "status 307" in message
 
@@ -398,7 +398,7 @@ class TestACluster:
     ) -> None:
         run_id = add(engine)
         ray.failing["POST"] = 403
-        await jobs.round()
+        await jobs.do_round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
     async def test_that_is_slow_ends_a_round(
@@ -406,7 +406,7 @@ class TestACluster:
     ) -> None:
         monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.5)
         run_id, ray.delay = add(engine), 3.0
-        await asyncio.wait_for(jobs.round(), 2.5)
+        await asyncio.wait_for(jobs.do_round(), 2.5)
         code, message = waits_because(engine, run_id)
         assert code == "ray_unreachable" and "takes too long" in message
 
@@ -415,30 +415,32 @@ class TestACluster:
     ) -> None:
         """As when the agent of the head is down: jobs can be read, and neither submitted nor stopped."""
         first, second, ended = (add(engine) for _ in range(3))
-        await jobs.round()
+        await jobs.do_round()
         ray.jobs.pop(job(first))
         ray.failing["POST"] = 500
         new = add(engine)
         ray.end(job(ended), "FAILED", "No module named worker")
         for _ in range(3):
-            await jobs.round()
+            await jobs.do_round()
         for run_id in (first, new):
             code, message = waits_because(engine, run_id)
             assert code == "ray_unreachable" and "status 500: No available agent" in message
         assert waits_because(engine, second)[0] == "ray_placing"
         assert run_row(engine, ended).lease_epoch == 1, "a job behind one that cannot be submitted is handled"
-        made = [len([1 for _, kind, _, _ in events_of(engine, run_id) if kind == "pending"]) for run_id in (first, new)]
-        assert made == [2, 1], "one event for each change"
+        event_counts = [
+            len([1 for _, kind, _, _ in events_of(engine, run_id) if kind == "pending"]) for run_id in (first, new)
+        ]
+        assert event_counts == [2, 1], "one event for each change"
 
     async def test_that_is_slow_gets_to_every_job_in_some_rounds(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.9)
-        wanted = {job(add(engine)) for _ in range(4)}
+        expected = {job(add(engine)) for _ in range(4)}
         ray.delay = 0.3  # a submission takes twice this, so that a round is enough for one of them
         for _ in range(4):
-            await jobs.round()
-        assert set(ray.submissions) == wanted
+            await jobs.do_round()
+        assert set(ray.submissions) == expected
 
     def test_that_hangs_holds_up_nothing_else(self, settings: Settings, engine: Engine) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -458,21 +460,21 @@ class TestAJob:
         self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
     ) -> None:
         run_id = add(engine, max_restarts=1)
-        await jobs.round()
+        await jobs.do_round()
         said = "logs:\nTraceback\n\x1b[31mNo module named worker, see https://ada:pass@host/x\n\n"
         ray.end(job(run_id), "FAILED", said, exit_code=1)
-        await jobs.round()
+        await jobs.do_round()
         row = run_row(engine, run_id)
         code, message = waits_because(engine, run_id)
         assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 1) and code == "ray_job_failed"
         assert "No module named worker, see https://ada:[redacted]@host/x" in message and "\x1b" not in message
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(run_id)], "not before a pause"
         execute(engine, "UPDATE runs SET not_before = now()")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(run_id), job(run_id, 1)]
         ray.end(job(run_id, 1), "FAILED", exit_code=127)
-        await jobs.round()
+        await jobs.do_round()
         row = run_row(engine, run_id)
         assert (row.status, row.error_code) == ("failed", "worker_not_started")
         assert job(run_id, 1) in row.error_message and "`ray job logs`" in row.error_message
@@ -491,14 +493,14 @@ class TestAJob:
         self, jobs: RayJobs, ray: RayServer, engine: Engine, end: tuple[str, str | None, int | None]
     ) -> None:
         run_id = add(engine, max_restarts=0)
-        await jobs.round()
+        await jobs.do_round()
         ray.end(job(run_id), *end)
-        await jobs.round()
+        await jobs.do_round()
         row = run_row(engine, run_id)
         assert (row.status, row.lease_epoch, row.lost_count) == ("pending", 1, 0)
         code, message = waits_because(engine, run_id)
         assert code == "ray_job_failed" and "restarts" not in message
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(run_id)], "not before a pause"
 
     async def test_that_ends_again_and_again_is_tried_after_growing_pauses(
@@ -509,9 +511,9 @@ class TestAJob:
         away = "the worker on n ended with 75: the database cannot be reached from n"
         pauses = []
         for epoch in range(8):
-            await jobs.round()
+            await jobs.do_round()
             ray.end(job(run_id, epoch), "FAILED", away, exit_code=75)
-            await jobs.round()
+            await jobs.do_round()
             row = run_row(engine, run_id)
             assert (row.status, row.lost_count) == ("pending", 2)
             with engine.connect() as connection:
@@ -520,10 +522,10 @@ class TestAJob:
         assert [round(pause / 30) for pause in pauses] == [1, 2, 4, 8, 16, 30, 30, 30]
         code, message = waits_because(engine, run_id)
         assert code == "ray_job_failed" and away in message and f"`ray job logs {job(run_id, 7)}`" in message
-        await jobs.round()
+        await jobs.do_round()
         execute(engine, "UPDATE ray_jobs SET added_at = added_at - interval '1 hour'")
         ray.end(job(run_id, 8), "FAILED", away, exit_code=75)
-        await jobs.round()
+        await jobs.do_round()
         with engine.connect() as connection:
             pause = connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs"))
             assert round(pause / 30) == 1, "it had been there for an hour"
@@ -532,11 +534,11 @@ class TestAJob:
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         tried = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         execute(engine, "UPDATE ray_jobs SET tries = 1024")
         other = add(engine)
         ray.end(job(tried), "FAILED", "the database cannot be reached", exit_code=75)
-        await jobs.round()
+        await jobs.do_round()
         with engine.connect() as connection:
             query = text("SELECT extract(epoch FROM not_before - now()) FROM runs WHERE id = :id")
             assert round(connection.scalar(query, {"id": tried}) / 30) == 30
@@ -546,11 +548,11 @@ class TestAJob:
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         ray.end(job(run_id), "STOPPED")
-        await jobs.round()
+        await jobs.do_round()
         execute(engine, machine.request_stop(run_id, "checkpoint"))
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(run_id)] and ray.stopped == []
         with engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
@@ -559,32 +561,32 @@ class TestAJob:
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         strange, other = add(engine), add(engine)
-        await jobs.round()
+        await jobs.do_round()
         for run_id in (strange, other):
             ray.end(job(run_id), "FAILED", "it ended")
         ray.jobs[job(strange)]["driver_exit_code"] = "1"
-        await jobs.round()
+        await jobs.do_round()
         assert {waits_because(engine, run_id)[0] for run_id in (strange, other)} == {"ray_job_failed"}
 
     async def test_that_the_cluster_has_forgotten_is_submitted_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         ray.jobs.clear()
-        await jobs.round()
+        await jobs.do_round()
         assert ray.submissions == [job(run_id)] * 2
 
     async def test_of_a_run_that_was_stopped_or_deleted_is_stopped(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         stopped, deleted = add(engine), add(engine)
-        await jobs.round()
+        await jobs.do_round()
         execute(engine, machine.request_stop(stopped, "checkpoint"))
         execute(engine, f"DELETE FROM runs WHERE id = '{deleted}'")
-        await jobs.round()
+        await jobs.do_round()
         assert sorted(ray.stopped) == sorted([job(stopped), job(deleted)])
-        await jobs.round()
+        await jobs.do_round()
         assert len(ray.stopped) == 2
         with engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
@@ -592,37 +594,37 @@ class TestAJob:
     async def test_whose_run_trains_does_not_matter(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
         """Ray may have given up a node whose worker still renews its lease."""
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         assert claim(engine, run_id)
         ray.end(job(run_id), "FAILED", "the node is lost")
-        asked = len(ray.asked)
-        await jobs.round()
+        request_count = len(ray.asked)
+        await jobs.do_round()
         row = run_row(engine, run_id)
         assert (row.status, row.lease_epoch, row.lost_count) == ("initializing", 1, 0)
-        assert len(ray.asked) == asked and ray.submissions == [job(run_id)]
+        assert len(ray.asked) == request_count and ray.submissions == [job(run_id)]
 
     async def test_of_a_run_that_has_ended_may_end_by_itself_first(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         run = claim(engine, run_id)
         execute(engine, machine.fail(run_id, run.lease_epoch, "bad_data", "row 3 is empty"))
         for _ in range(2):
-            await jobs.round()
+            await jobs.do_round()
         assert ray.stopped == []
         execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '1 minute'")
-        await jobs.round()
+        await jobs.do_round()
         assert ray.stopped == [job(run_id)]
 
     async def test_of_a_run_that_was_released_is_followed_by_another(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
-        await jobs.round()
+        await jobs.do_round()
         run = claim(engine, run_id)
         execute(engine, machine.release(run_id, run.lease_epoch, "drained"))
-        await jobs.round()
+        await jobs.do_round()
         row = run_row(engine, run_id)
         assert row.status == "pending" and ray.submissions == [job(run_id), job(run_id, row.lease_epoch)]
         assert ray.stopped == []
@@ -642,7 +644,7 @@ class TestWorkersOfOtherBackends:
     async def test_without_a_url_a_run_that_waits_says_so(self, settings: Settings, engine: Engine) -> None:
         run_id = add(engine)
         async for loop in loop_of(settings.model_copy(update={"ray_url": None})):
-            await loop.round()
+            await loop.do_round()
         assert waits_because(engine, run_id)[0] == "ray_not_configured"
 
     def test_a_worker_of_one_run_claims_no_other(self, engine: Engine) -> None:

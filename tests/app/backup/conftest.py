@@ -29,7 +29,7 @@ class Service:
         self.run_id = self.trainer.run_id
         self.checkpoints = {step: self.save(step) for step in (5, 10)}
         (self.storage.attempt_dir(self.run_id, 1) / "metrics.jsonl").write_text("{}\n")
-        self.storage.journal(self.run_id).write_text('{"event": "start"}\n')
+        self.storage.journal_path(self.run_id).write_text('{"event": "start"}\n')
 
     def save(self, step: int) -> str:
         """Save a checkpoint and return its id."""

@@ -45,7 +45,7 @@ def ended(service: Service) -> Service:
 @pytest.fixture
 def target(empty: Settings) -> Settings:
     """Settings of another service, with a migrated database and a storage."""
-    migrate.upgrade(empty)
+    migrate.upgrade_schema(empty)
     empty.storage_root.mkdir()
     return empty.model_copy(update={"disk_reserve_bytes": 0})
 
@@ -97,11 +97,11 @@ def test_second_import_adds_what_is_new_only_and_keys_only_on_request(
     engine = sync_engine(target.database_url or "", pool_size=0)
     with engine.connect() as connection:
         assert list(connection.scalars(select(ApiKey.id))) == []
-    before = Storage(target).journal(ended.run_id).stat().st_ino
+    before = Storage(target).journal_path(ended.run_id).stat().st_ino
     again = import_into(target, archive, with_keys=True)
     assert again.added == {"api_keys": again.added["api_keys"], "experiments": 0, "datasets": 0, "runs": 0}
     assert again.added["api_keys"] > 0 and again.files == 0
-    assert Storage(target).journal(ended.run_id).stat().st_ino == before
+    assert Storage(target).journal_path(ended.run_id).stat().st_ino == before
 
 
 def test_runs_that_have_not_ended_are_left_out_and_named(ended: Service, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_import_whose_commit_was_answered_by_an_error_has_its_files_and_can_be_r
     with monkeypatch.context() as patched, pytest.raises(SetupError, match="import again"):
         patched.setattr(Connection, "commit", commit_and_lose_the_answer)
         import_into(target, archive)
-    assert Storage(target).journal(ended.run_id).exists()
+    assert Storage(target).journal_path(ended.run_id).exists()
     again = import_into(target, archive)
     assert again.added["runs"] == 0 and again.problems == []
 

@@ -27,7 +27,7 @@ def back_up(service: Service, folder: Path, progress: Quiet | None = None, keep:
 
 
 def paths(created: CreatedBackup) -> set[str]:
-    return {entry.path for entry in created.backup.entries()}
+    return {entry.path for entry in created.backup.read_entries()}
 
 
 def test_backup_has_every_file_that_the_database_knows(service: Service, folder: Path) -> None:
@@ -44,7 +44,7 @@ def test_backup_has_every_file_that_the_database_knows(service: Service, folder:
 
 def test_second_backup_links_unchanged_files_and_copies_changed_ones(service: Service, folder: Path) -> None:
     first = back_up(service, folder)
-    with service.storage.journal(service.run_id).open("a") as journal:
+    with service.storage.journal_path(service.run_id).open("a") as journal:
         journal.write('{"event": "step"}\n')
     service.save(15)
     second = back_up(service, folder)

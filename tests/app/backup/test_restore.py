@@ -68,7 +68,7 @@ def test_restored_service_has_runs_datasets_checkpoints_and_keys_and_files_with_
     service: Service, backup: Backup, empty: Settings
 ) -> None:
     assert restore(empty, backup).problems == []
-    original, copy = (Storage(it).journal(service.run_id).stat() for it in (service.settings, empty))
+    original, copy = (Storage(it).journal_path(service.run_id).stat() for it in (service.settings, empty))
     assert (copy.st_mode, copy.st_mtime_ns) == (original.st_mode, original.st_mtime_ns)
     with ThreadServer(empty) as api, api.client_with(service.key) as client:
         assert client.get(f"/v1/datasets/{service.dataset}/content").content == ROWS
@@ -109,10 +109,10 @@ class TestPlaceThatIsNotEmpty:
     def test_it_is_refused_and_left_as_it_is_and_with_replace_kept_in_another_folder(
         self, service: Service, backup: Backup, occupied: Settings
     ) -> None:
-        Storage(occupied).journal(service.run_id).write_text("newer")
+        Storage(occupied).journal_path(service.run_id).write_text("newer")
         with pytest.raises(SetupError, match=r"There is a service here already .*--replace"):
             restore(occupied, backup)
-        assert Storage(occupied).journal(service.run_id).read_text() == "newer"
+        assert Storage(occupied).journal_path(service.run_id).read_text() == "newer"
         refuse_unfinished_restore(occupied)
         engine = sync_engine(occupied.database_url or "", pool_size=0)
         with engine.connect(), pytest.raises(SetupError, match="in use by anneal-worker: stop every API"):
@@ -121,12 +121,12 @@ class TestPlaceThatIsNotEmpty:
         assert restored.problems == [] and restored.aside is not None
         assert (restored.aside / DUMP).read_bytes()[:5] == b"PGDMP"
         assert (restored.aside / "runs" / service.run_id / "journal.jsonl").read_text() == "newer"
-        assert Storage(occupied).journal(service.run_id).read_text() == '{"event": "start"}\n'
+        assert Storage(occupied).journal_path(service.run_id).read_text() == '{"event": "start"}\n'
         with ThreadServer(occupied) as api:
             assert api.client.get(f"/v1/runs/{service.run_id}").status_code == 200
 
     def test_database_that_was_only_migrated_counts_as_empty(self, backup: Backup, empty: Settings) -> None:
-        migrate.upgrade(empty)
+        migrate.upgrade_schema(empty)
         restored = restore(empty, backup)
         assert restored.problems == [] and restored.aside is None
 
@@ -169,14 +169,14 @@ class TestInterruption:
             if current == "Restoring the database":
                 raise KeyboardInterrupt
 
-        Storage(occupied).journal(service.run_id).write_text("newer")
+        Storage(occupied).journal_path(service.run_id).write_text("newer")
         with pytest.raises(KeyboardInterrupt):
             restore(occupied, backup, replace=True, progress=Quiet(during))
         restored = restore(occupied, backup)
         assert restored.aside is not None
         assert (restored.aside / "runs" / service.run_id / "journal.jsonl").read_text() == "newer"
         assert sorted(path.name for path in restored.aside.iterdir()) == [DUMP, "datasets", "runs"]
-        assert Storage(occupied).journal(service.run_id).read_text() == '{"event": "start"}\n'
+        assert Storage(occupied).journal_path(service.run_id).read_text() == '{"event": "start"}\n'
 
 
 class TestDamage:
@@ -245,7 +245,7 @@ class TestDamage:
         with (backup.folder / INVENTORY).open("a") as file:
             file.write('{"path":"../../evil","bytes":1,"sha256":"","mtime_ns":0,"mode":420}\n')
         with pytest.raises(SetupError, match="is damaged"):
-            list(backup.entries())
+            list(backup.read_entries())
 
 
 class TestObjectStore:
@@ -312,5 +312,5 @@ class TestSecrets:
         os.chown(empty.storage_root, 65534, 65534)
         restore(empty, created.backup)
         run_id = changing_service.run_id
-        for path in (empty.secret_key_path, Storage(empty).journal(run_id), empty.storage_root / "runs"):
+        for path in (empty.secret_key_path, Storage(empty).journal_path(run_id), empty.storage_root / "runs"):
             assert path.stat().st_uid == 65534

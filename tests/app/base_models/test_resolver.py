@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.base_models.resolver import BaseModelError, locate
+from app.base_models.resolver import BaseModelError, locate_model
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
@@ -25,7 +25,7 @@ def storage(settings: Settings) -> Storage:
 
 def code_of(settings: Settings, storage: Storage, name: str, output_attempt: int | None = None) -> str:
     with pytest.raises(BaseModelError) as raised:
-        locate(settings, storage, name, output_attempt)
+        locate_model(settings, storage, name, output_attempt)
     assert raised.value.message.rstrip().endswith((".", "name.")), raised.value.message
     return raised.value.code
 
@@ -38,7 +38,7 @@ class TestLocate:
             ("my model", "config.json"),
         ):
             folder = make_model(settings, name, file)
-            assert locate(settings, storage, name, None) == {
+            assert locate_model(settings, storage, name, None) == {
                 "name": name,
                 "path": str(folder),
                 "hub": None,
@@ -46,9 +46,9 @@ class TestLocate:
             }
 
     def test_a_folder_wins_over_a_hub_model_of_the_same_name(self, settings: Settings, storage: Storage) -> None:
-        assert locate(settings, storage, "org/model", None, "v1")["hub"] == "org/model"
+        assert locate_model(settings, storage, "org/model", None, "v1")["hub"] == "org/model"
         folder = make_model(settings, "org/model")
-        assert locate(settings, storage, "org/model", None, "v1") == {
+        assert locate_model(settings, storage, "org/model", None, "v1") == {
             "name": "org/model",
             "path": str(folder),
             "hub": None,
@@ -56,7 +56,7 @@ class TestLocate:
         }
 
     def test_a_hub_name_keeps_its_revision(self, settings: Settings, storage: Storage) -> None:
-        assert locate(settings, storage, "org/model", None, "v1") == {
+        assert locate_model(settings, storage, "org/model", None, "v1") == {
             "name": "org/model",
             "path": None,
             "hub": "org/model",
@@ -70,7 +70,7 @@ class TestLocate:
         folder = storage.output_dir(run_id, 2)
         folder.mkdir(parents=True)
         (folder / "adapter_config.json").write_text("{}")
-        assert locate(settings, storage, run_id, 2)["path"] == str(folder)
+        assert locate_model(settings, storage, run_id, 2)["path"] == str(folder)
 
     def test_what_is_no_model_is_refused(self, settings: Settings, storage: Storage) -> None:
         make_model(settings, "org/empty", "notes.txt")
@@ -101,10 +101,10 @@ class TestLocate:
         (shared.models_folder / "link").symlink_to(folder)
         (shared.models_folder / "org").symlink_to(tmp_path / "shared")
         for name, shown in ((str(folder), "llama"), ("llama", "llama"), ("link", "link"), ("org/llama", "org/llama")):
-            located = locate(shared, storage, name, None)
+            located = locate_model(shared, storage, name, None)
             assert (located["name"], located["path"], located["hub"]) == (shown, str(folder), None)
         own = make_model(shared, "tiny")
-        assert locate(shared, storage, str(own), None)["path"] == str(own)
+        assert locate_model(shared, storage, str(own), None)["path"] == str(own)
 
     def test_links_and_paths_leave_no_root(self, tmp_path: Path, storage: Storage) -> None:
         shared = Settings(home=tmp_path, extra_model_roots=str(tmp_path / "shared"))
@@ -123,7 +123,7 @@ class TestLocate:
         ):  # fmt: skip
             assert code_of(shared, storage, name) == "outside_models_root", name
         with pytest.raises(BaseModelError):
-            locate(shared, storage, f"{root}/loop", None)
+            locate_model(shared, storage, f"{root}/loop", None)
 
     @pytest.mark.parametrize("roots", ["relative", "/", "{home}/storage", "{home}/storage/runs", "{home}"])
     def test_an_extra_root_is_absolute_and_apart_from_the_storage(self, tmp_path: Path, roots: str) -> None:
@@ -134,7 +134,7 @@ class TestLocate:
         closed = Settings(home=tmp_path, allow_hub=False)
         assert code_of(closed, storage, "org/model") == "hub_not_allowed"
         folder = make_model(closed, "org/model")
-        assert locate(closed, storage, "org/model", None)["path"] == str(folder)
+        assert locate_model(closed, storage, "org/model", None)["path"] == str(folder)
 
     def test_the_worker_needs_no_web_framework_for_it(self) -> None:
         check = "import sys, app.base_models.resolver; sys.exit('fastapi' in sys.modules)"
@@ -159,7 +159,7 @@ class TestAllowed:
         make_model(settings, "tiny")
         limited = settings.model_copy(update={"allowed_models": patterns})
         if allowed:
-            assert locate(limited, storage, name, None)["name"] == name
+            assert locate_model(limited, storage, name, None)["name"] == name
         else:
             assert code_of(limited, storage, name) == "model_not_allowed"
 
@@ -175,4 +175,4 @@ class TestAllowed:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         limited = settings.model_copy(update={"allowed_models": "meta/*"})
-        assert locate(limited, storage, run_id, 1)["path"] == str(folder)
+        assert locate_model(limited, storage, run_id, 1)["path"] == str(folder)

@@ -22,8 +22,8 @@ def create(home: Path, name: str) -> Result:
 
 
 def test_model_is_written_whole_and_only_once(tmp_path: Path) -> None:
-    made = create(tmp_path, "mine/tiny")
-    assert (made.exit_code, made.stdout) == (0, "mine/tiny\n") and "base_model: mine/tiny" in made.stderr
+    created = create(tmp_path, "mine/tiny")
+    assert (created.exit_code, created.stdout) == (0, "mine/tiny\n") and "base_model: mine/tiny" in created.stderr
     folder = tmp_path / "models" / "mine" / "tiny"
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]

@@ -65,7 +65,7 @@ def test_export_and_import_report_what_they_did_and_print_the_file(
     assert "1 runs, 1 datasets, 1 experiments; 7 files" in done.stderr
     assert "exists: name a new file" in refused(anneal("export", str(archive), **variables(settings)))
     assert "run `anneal migrate`" in refused(anneal("import", str(archive), **variables(empty)))
-    migrate.upgrade(empty)
+    migrate.upgrade_schema(empty)
     empty.storage_root.mkdir()
     done = anneal("import", str(archive), **variables(empty))
     assert done.returncode == 0 and "Added: 1 experiments, 1 datasets, 1 runs; 7 files." in done.stderr, done.stderr

@@ -37,8 +37,8 @@ def test_an_experiment_goes_with_its_runs_only_on_request(anneal: Anneal, traine
     assert held in refused and "--with-runs" in refused and "cascade" not in refused
     delete = ["experiments", "delete", alone, "--with-runs"]
     for answer in ("", "n\n"):
-        asked = anneal(*delete, input=answer, code=1).stderr
-        assert held in asked and "Nothing is deleted" in asked and "--yes" in asked
+        question = anneal(*delete, input=answer, code=1).stderr
+        assert held in question and "Nothing is deleted" in question and "--yes" in question
     assert anneal("runs", "show", trainer.run_id).exit_code == 0
     assert f"{alone} is deleted." in anneal(*delete, input="y\n").stderr
     assert "There is no run" in anneal("runs", "show", trainer.run_id, code=1).stderr
@@ -48,7 +48,7 @@ def test_an_experiment_goes_with_its_runs_only_on_request(anneal: Anneal, traine
 
 def test_what_is_deleted_is_reported(anneal: Anneal) -> None:
     Path("rows.jsonl").write_text(ROWS)
-    for noun, made in (("datasets", ["upload", "rows.jsonl"]), ("experiments", ["create", "short"])):
-        id = anneal(noun, *made).stdout.strip()
+    for noun, creation in (("datasets", ["upload", "rows.jsonl"]), ("experiments", ["create", "short"])):
+        id = anneal(noun, *creation).stdout.strip()
         assert json_of(anneal(noun, "delete", id, "--json")) == {"id": id, "deleted": True}
         assert anneal(noun, "delete", id, code=1).stderr.startswith("anneal: ")

@@ -92,8 +92,8 @@ def test_completion_can_be_installed_and_knows_the_nouns(tmp_path: Path) -> None
     script = "import sys; sys.argv[0] = 'anneal'; from app.cli.main import main; main()"
     environment = {**os.environ, "HOME": str(tmp_path), "SHELL": "/bin/bash"}
     command = [sys.executable, "-c", script]
-    asked = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": "anneal runs wa", "COMP_CWORD": "2"}
-    done = subprocess.run(command, env={**environment, **asked}, capture_output=True, text=True, timeout=60)
+    variables = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": "anneal runs wa", "COMP_CWORD": "2"}
+    done = subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["watch"], done
     # From a shell of its own: the option looks for the one it was called from, and a test need not have any above it.
     line = f"{shlex.join([*command, '--install-completion'])}; exit $?"

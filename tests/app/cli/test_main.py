@@ -69,8 +69,8 @@ class TestSecrets:
         assert anneal("secrets", "rotate", **servers).stdout.startswith("0 secrets")
         assert anneal("secrets", "delete", "hf_token", **servers).stdout == "hf_token is deleted.\n"
         assert anneal("secrets", "list", **servers).stdout == ""
-        deleted, made = anneal("audit", "--resource", "hf_token", "--days", "1", **servers).stdout.splitlines()
-        assert "CLI secrets delete  hf_token" in deleted and "CLI secrets set  hf_token" in made
+        deleted, created = anneal("audit", "--resource", "hf_token", "--days", "1", **servers).stdout.splitlines()
+        assert "CLI secrets delete  hf_token" in deleted and "CLI secrets set  hf_token" in created
         calls = json.loads(anneal("audit", "--resource", "hf_token", "--limit", "1", "--json", **servers).stdout)
         assert [call["route"] for call in calls["data"]] == ["secrets delete"] and calls["has_more"] is True
         assert "There is no secret hf_token" in refused(anneal("secrets", "delete", "hf_token", **servers))
@@ -96,29 +96,29 @@ class TestKeys:
         (shown,) = json.loads(anneal("keys", "list", "--json", **servers).stdout)["data"]
         assert (shown["id"], shown["scopes"]) == (key_id, ["read"]) and shown["revoked_at"].endswith("Z")
         assert "digest" not in shown
-        made = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **servers).stdout)
-        assert made["scopes"] == ["read"] and made["key"].startswith("anneal_")
-        ended = json.loads(anneal("keys", "revoke", made["id"], "--json", **servers).stdout)
-        assert ended == {"id": made["id"], "revoked": True}
+        created = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **servers).stdout)
+        assert created["scopes"] == ["read"] and created["key"].startswith("anneal_")
+        ended = json.loads(anneal("keys", "revoke", created["id"], "--json", **servers).stdout)
+        assert ended == {"id": created["id"], "revoked": True}
 
     def test_a_key_may_read_and_write_unless_restricted(self, servers: dict[str, str]) -> None:
         anneal("keys", "create", "usual", **servers)
         assert "read, write" in anneal("keys", "list", **servers).stdout
 
     def test_the_name_and_the_quota_of_a_key_are_changed(self, servers: dict[str, str]) -> None:
-        made = json.loads(
+        created = json.loads(
             anneal("keys", "create", "laptop", "--scope", "read", "--max-devices", "1", "--json", **servers).stdout
         )
         assert anneal("keys", "list", **servers).stdout.endswith("…  1\n")
-        changed = anneal("keys", "edit", made["id"], "--max-devices", "4", **servers).stdout
-        assert changed == f"{made['id']} is changed.\n"
-        shown = json.loads(anneal("keys", "edit", made["id"], "--name", "tower", "--json", **servers).stdout)
+        changed = anneal("keys", "edit", created["id"], "--max-devices", "4", **servers).stdout
+        assert changed == f"{created['id']} is changed.\n"
+        shown = json.loads(anneal("keys", "edit", created["id"], "--name", "tower", "--json", **servers).stdout)
         assert (shown["name"], shown["max_devices"], shown["scopes"]) == ("tower", 4, ["read"])
         assert anneal("keys", "list", **servers).stdout.endswith("…  4\n")
-        assert anneal("keys", "edit", made["id"], "--no-max-devices", **servers).returncode == 0
+        assert anneal("keys", "edit", created["id"], "--no-max-devices", **servers).returncode == 0
         assert anneal("keys", "list", **servers).stdout.endswith("…  -\n")
-        assert anneal("audit", "--resource", made["id"], **servers).stdout.count("CLI keys edit") == 3
-        assert "name: " in refused(anneal("keys", "edit", made["id"], "--name", "", **servers))
+        assert anneal("audit", "--resource", created["id"], **servers).stdout.count("CLI keys edit") == 3
+        assert "name: " in refused(anneal("keys", "edit", created["id"], "--name", "", **servers))
         assert "`anneal keys list`" in refused(anneal("keys", "edit", "key_none", "--name", "x", **servers))
 
     def test_an_unknown_scope_names_the_known_ones(self, servers: dict[str, str]) -> None:
@@ -129,16 +129,16 @@ class TestKeys:
 
     def test_with_a_url_the_keys_are_those_of_that_service(self, emptied_api: ApiServer, tmp_path: Path) -> None:
         there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": emptied_api.url, "ANNEAL_API_KEY": emptied_api.key}
-        made = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **there).stdout)
-        assert made["scopes"] == ["read"] and made["key"].startswith("anneal_")
-        assert made["key"] not in anneal("keys", "list", **there).stdout
-        edit = ("keys", "edit", made["id"], "--json")
+        created = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **there).stdout)
+        assert created["scopes"] == ["read"] and created["key"].startswith("anneal_")
+        assert created["key"] not in anneal("keys", "list", **there).stdout
+        edit = ("keys", "edit", created["id"], "--json")
         assert json.loads(anneal(*edit, "--max-devices", "4", **there).stdout)["max_devices"] == 4
         assert "…  4\n" in anneal("keys", "list", **there).stdout
         assert json.loads(anneal(*edit, "--no-max-devices", **there).stdout)["max_devices"] is None
-        assert anneal("keys", "revoke", made["id"], **there).stdout.strip() == f"{made['id']} is revoked."
+        assert anneal("keys", "revoke", created["id"], **there).stdout.strip() == f"{created['id']} is revoked."
         listed = json.loads(anneal("keys", "list", "--json", **there).stdout)["data"]
-        assert [key["id"] for key in listed if key["revoked_at"]] == [made["id"]]
+        assert [key["id"] for key in listed if key["revoked_at"]] == [created["id"]]
         assert "scopes" in anneal("keys", "create", "x", "--scope", "root", **there).stderr
         assert "`anneal keys list`" in anneal("keys", "revoke", "key_none", **there).stderr
 
@@ -249,13 +249,13 @@ class TestApi:
         process = subprocess.Popen([*few_files, *command], env={**os.environ, **servers})
         try:
             address_file = settings.home / "run" / "api.json"
-            found = eventually(
+            address = eventually(
                 lambda: json.loads(address_file.read_text()) if address_file.exists() else None, timeout=30
             )
-            assert found["pid"] == process.pid
+            assert address["pid"] == process.pid
             soft, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
             assert soft == hard, "streams are limited by the soft limit of open files"
-            with httpx.Client(base_url=found["url"], trust_env=False) as client:
+            with httpx.Client(base_url=address["url"], trust_env=False) as client:
                 assert client.get("/healthz").json() == {"status": "ok"}
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0

@@ -75,10 +75,10 @@ def test_the_shell_is_offered_ids_and_names(
     script = "import sys; sys.argv[0] = 'anneal'; from app.cli.main import main; main()"
 
     def offered(words: str, url: str) -> list[str]:
-        asked = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        variables = {"_ANNEAL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
         there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": url, "ANNEAL_API_KEY": shared_api.key}
         done = subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, **there, **asked}, capture_output=True, text=True,
+            [sys.executable, "-c", script], env={**os.environ, **there, **variables}, capture_output=True, text=True,
             timeout=60,
         )  # fmt: skip
         assert done.stderr == "", done.stderr

@@ -24,8 +24,8 @@ def test_status_shows_what_runs_and_open_makes_a_link_that_works_once(
     shown = anneal("status").stdout
     assert f"ready, version {version('anneal')}" in shown and shared_api.url in shown and "/home/logs" in shown
     assert f"{trainer.run_id}  running  0/100  counting" in shown
-    found = json_of(anneal("status", "--json"))
-    assert [run["id"] for run in found["active"]] == [trainer.run_id] and found["pending"] == []
+    status = json_of(anneal("status", "--json"))
+    assert [run["id"] for run in status["active"]] == [trainer.run_id] and status["pending"] == []
     down = CliRunner().invoke(cli, ["status"], env={"ANNEAL_HOME": str(tmp_path / "other")})
     assert down.exit_code == 1 and "down" in down.stdout and "`anneal up`" in down.stderr
     link = json_of(anneal("open", "--print", "--json"))["url"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from app.cli.console import listing
+from app.cli.console import print_listing
 from app.tables.runs import Run
 from tests.app.conftest import Anneal, json_of
 from tests.factories import Trainer
@@ -140,7 +140,7 @@ def test_each_row_of_a_list_takes_one_line(
         "2026-01-02",
     ]
     names = ("id", "status", "step", "best loss", "name", "eta", "created")
-    listing([], False, False, names, [row, row])
+    print_listing([], False, False, names, [row, row])
     header, *lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert len(lines) == 2 and all(len(line) <= columns and row[0] in line for line in lines)
     assert header.split()[:2] == ["ID", "STATUS"] and "a name of" in lines[0]

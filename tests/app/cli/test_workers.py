@@ -1,6 +1,6 @@
 """`anneal workers list`: a machine with many devices takes one short line."""
 
-from app.cli.workers import _devices
+from app.cli.workers import _device_texts
 from app.contracts.schemas.workers import DeviceRead
 
 
@@ -13,5 +13,5 @@ def device(index: int, trouble: str | None = None) -> DeviceRead:
 
 def test_equal_devices_are_counted_and_a_paused_one_is_named() -> None:
     devices = [device(0), device(1, "ECC error"), device(2)]
-    assert _devices(devices) == ["2 x H100 (81,000 MiB)", "H100 (81,000 MiB) (paused: ECC error)"]
-    assert _devices(devices[:1]) == ["H100 (81,000 MiB)"]
+    assert _device_texts(devices) == ["2 x H100 (81,000 MiB)", "H100 (81,000 MiB) (paused: ECC error)"]
+    assert _device_texts(devices[:1]) == ["H100 (81,000 MiB)"]

@@ -43,8 +43,8 @@ def answer(trainer: Trainer, status: str, message: str | None = None, **result: 
             query = select(RunAction).where(RunAction.run_id == trainer.run_id, RunAction.status == "waiting")
             return connection.execute(query).one_or_none()
 
-    asked = eventually(waiting)
-    values = {"id": asked.id, "status": status, "message": message, "result": json.dumps(result)}
+    action = eventually(waiting)
+    values = {"id": action.id, "status": status, "message": message, "result": json.dumps(result)}
     with trainer.engine.begin() as connection:
         connection.execute(
             text(
@@ -53,7 +53,7 @@ def answer(trainer: Trainer, status: str, message: str | None = None, **result: 
             ),
             values,
         )
-    about = {"action_id": asked.id, "action": asked.action, "step": 3, "status": status}
+    about = {"action_id": action.id, "action": action.action, "step": 3, "status": status}
     trainer.events("action", {**about, "result": result, "message": message})
 
 

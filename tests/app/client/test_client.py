@@ -60,21 +60,21 @@ class TestCalls:
         file = tmp_path / "rows.jsonl"
         file.write_bytes(ROWS)
         reported: list[int] = []
-        made = client.datasets.upload(file, name="five rows", on_progress=reported.append)
-        assert (made.name, made.rows, made.bytes) == ("five rows", 5, len(ROWS))
+        uploaded = client.datasets.upload(file, name="five rows", on_progress=reported.append)
+        assert (uploaded.name, uploaded.rows, uploaded.bytes) == ("five rows", 5, len(ROWS))
         assert reported[-1] == len(ROWS)
-        assert next(iter(client.datasets.list())).id == made.id
-        assert client.datasets.get(made.id).preview[0] == {"text": "row 0"}
-        assert client.datasets.mix("twice", [{"dataset_id": made.id}] * 2, seed=1).rows == 2 * made.rows
+        assert next(iter(client.datasets.list())).id == uploaded.id
+        assert client.datasets.get(uploaded.id).preview[0] == {"text": "row 0"}
+        assert client.datasets.mix("twice", [{"dataset_id": uploaded.id}] * 2, seed=1).rows == 2 * uploaded.rows
 
     def test_a_pipe_is_uploaded_whole(self, client: Anneal, tmp_path: Path) -> None:
         pipe = tmp_path / "rows.jsonl"
         os.mkfifo(pipe)
         writing = threading.Thread(target=pipe.write_bytes, args=(ROWS,))
         writing.start()
-        made = client.datasets.upload(pipe)
+        uploaded = client.datasets.upload(pipe)
         writing.join(10)
-        assert (made.rows, made.bytes) == (5, len(ROWS))
+        assert (uploaded.rows, uploaded.bytes) == (5, len(ROWS))
 
     def test_a_list_goes_on_over_its_pages_and_ends_at_its_limit(self, client: Anneal, engine: Engine) -> None:
         dataset_id = make_dataset(engine)
@@ -113,8 +113,8 @@ class TestCalls:
         run = client.runs.create(body(make_dataset(engine), name="first", tags=["a"]))
         assert client.runs.update(run.id, name="better").tags == ["a"]
         assert client.runs.update(run.id, tags=[], pinned=True).name == "better"
-        found = client.runs.get(run.id)
-        assert (found.name, found.tags, found.pinned) == ("better", [], True)
+        current = client.runs.get(run.id)
+        assert (current.name, current.tags, current.pinned) == ("better", [], True)
         assert client.runs.update(run.id, pinned=False).pinned is False
         experiment = client.experiments.create("ranks", tags=["b"])
         changed = client.experiments.update(experiment.id, tags=[], description="why")
@@ -156,9 +156,9 @@ class TestCalls:
         mark_run(trainer.engine, trainer.run_id, best_loss=2.0)
         trainer.complete()
         other = client.runs.create(body(client.runs.get(trainer.run_id).dataset_id, name="other"))
-        found = client.runs.compare([other.id, trainer.run_id])
-        assert [run.name for run in found.runs] == ["other", client.runs.get(trainer.run_id).name]
-        assert found.runs[1].metrics["loss"].last == 2.0 and found.common["config.base_model"] == "any"
+        comparison = client.runs.compare([other.id, trainer.run_id])
+        assert [run.name for run in comparison.runs] == ["other", client.runs.get(trainer.run_id).name]
+        assert comparison.runs[1].metrics["loss"].last == 2.0 and comparison.common["config.base_model"] == "any"
         assert next(iter(client.runs.list(sort="best"))).id == trainer.run_id
 
     def test_a_model_is_downloaded_whole_or_not_at_all(
@@ -180,8 +180,8 @@ class TestCalls:
         folder = client.runs.download(run.id, tmp_path / "model")
         files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert files == {"adapter_config.json", "weights/a b.safetensors"}
-        found = (folder / "weights" / "a b.safetensors").read_bytes()
-        assert found == b"x" * 1000 + (bytes(range(256)) * 1000)[1000:]
+        content = (folder / "weights" / "a b.safetensors").read_bytes()
+        assert content == b"x" * 1000 + (bytes(range(256)) * 1000)[1000:]
 
         chosen = client.runs.download(run.id, tmp_path / "chosen", paths=["*.json"])
         assert [path.name for path in chosen.iterdir()] == ["adapter_config.json"]
@@ -190,9 +190,9 @@ class TestCalls:
 
     async def test_the_async_client_answers_the_same(self, shared_api: ApiServer, client: Anneal) -> None:
         async with AsyncAnneal(shared_api.url, shared_api.key) as asynchronous:
-            made = await asynchronous.datasets.upload(ROWS, name="five rows")
-            assert await asynchronous.datasets.get(made.id) == client.datasets.get(made.id)
-            run = await asynchronous.runs.create(body(made.id))
+            uploaded = await asynchronous.datasets.upload(ROWS, name="five rows")
+            assert await asynchronous.datasets.get(uploaded.id) == client.datasets.get(uploaded.id)
+            run = await asynchronous.runs.create(body(uploaded.id))
             await asynchronous.runs.stop(run.id)
             events = [event async for event in asynchronous.runs.events(run.id)]
             assert [event.model_dump() for event in events] == [it.model_dump() for it in client.runs.events(run.id)]
@@ -221,8 +221,8 @@ class TestConnection:
         with HomeLock(tmp_path):
             assert find_connection(self.settings(tmp_path)).key() == "anneal_local"
         there = self.settings(tmp_path, url="http://there:2/", api_key="anneal_there")
-        found = find_connection(there)
-        assert (found.url, found.key()) == ("http://there:2", "anneal_there")
+        connection = find_connection(there)
+        assert (connection.url, connection.key()) == ("http://there:2", "anneal_there")
         assert find_connection(there, "http://else:3", "anneal_else").url == "http://else:3"
 
     def test_the_local_key_is_sent_nowhere_else(self, tmp_path: Path) -> None:
@@ -276,13 +276,13 @@ class Failing(BaseHTTPRequestHandler):
     """Answers what `answers` holds, one after the other; writes down what was asked."""
 
     answers: list[tuple[int, dict[str, str], bytes]] = []
-    asked: list[tuple[str, str, str | None]] = []
+    requests: list[tuple[str, str, str | None]] = []
     keys: list[str | None] = []
     bodies: list[bytes] = []
 
     def do_GET(self) -> None:
         Failing.bodies.append(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
-        Failing.asked.append((self.command, self.path, self.headers.get("Idempotency-Key")))
+        Failing.requests.append((self.command, self.path, self.headers.get("Idempotency-Key")))
         Failing.keys.append(self.headers.get("Authorization"))
         status, headers, content = Failing.answers.pop(0)
         if status == 0:
@@ -302,7 +302,7 @@ class Failing(BaseHTTPRequestHandler):
 @pytest.fixture
 def failing() -> Iterator[Anneal]:
     """A client of a service that is not well."""
-    Failing.answers, Failing.asked, Failing.bodies, Failing.keys = [], [], [], []
+    Failing.answers, Failing.requests, Failing.bodies, Failing.keys = [], [], [], []
     with serving(Failing) as url, Anneal(url, "key", patience=5) as client:
         yield client
 
@@ -317,24 +317,24 @@ class TestTryingAgain:
     def test_reading_is_tried_again(self, failing: Anneal, trouble: Any) -> None:
         Failing.answers = [trouble, EMPTY]
         assert list(failing.workers.list()) == []
-        assert len(Failing.asked) == 2
+        assert len(Failing.requests) == 2
 
     def test_a_run_is_asked_for_again_with_the_same_key(self, failing: Anneal) -> None:
         Failing.answers = [BROKEN, BUSY, (422, {}, b'{"code": "invalid_request", "detail": "No."}')]
         with pytest.raises(AnnealError) as refused:
             failing.runs.create({"dataset_id": "ds_1"})
         assert (refused.value.status, refused.value.code, str(refused.value)) == (422, "invalid_request", "No.")
-        keys = {key for _, _, key in Failing.asked}
-        assert len(Failing.asked) == 3 and len(keys) == 1 and None not in keys
+        keys = {key for _, _, key in Failing.requests}
+        assert len(Failing.requests) == 3 and len(keys) == 1 and None not in keys
 
     def test_an_upload_is_sent_again_from_its_beginning(self, failing: Anneal) -> None:
         Failing.answers = [BROKEN, (422, {}, b'{"code": "bad_rows", "detail": "Row 1."}')]
         with pytest.raises(AnnealError, match="Row 1"):
             failing.datasets.upload(ROWS)
-        assert len({key for _, _, key in Failing.asked}) == 1 and len(Failing.asked) == 2
+        assert len({key for _, _, key in Failing.requests}) == 1 and len(Failing.requests) == 2
 
     def test_an_upload_that_breaks_late_has_all_patience_left(self) -> None:
-        Failing.answers, Failing.asked = [BROKEN, (422, {}, b'{"code": "bad_rows", "detail": "Row 1."}')], []
+        Failing.answers, Failing.requests = [BROKEN, (422, {}, b'{"code": "bad_rows", "detail": "Row 1."}')], []
 
         def slowly(_: int) -> None:
             threading.Event().wait(0.2)
@@ -345,7 +345,7 @@ class TestTryingAgain:
             pytest.raises(AnnealError, match="Row 1"),
         ):
             client.datasets.upload(ROWS, on_progress=slowly)
-        assert len(Failing.asked) == 2
+        assert len(Failing.requests) == 2
 
     def test_an_answer_that_breaks_off_is_asked_for_again(self, failing: Anneal) -> None:
         dataset = json.dumps(DatasetView.model_config["json_schema_extra"]["example"]).encode()  # type: ignore[index,call-overload]
@@ -353,25 +353,25 @@ class TestTryingAgain:
         Failing.answers = [cut, EMPTY, cut, (201, {}, dataset)]
         assert list(failing.workers.list()) == []
         assert failing.datasets.upload(ROWS).name == "docstrings.jsonl"
-        assert len(Failing.asked) == 4 and Failing.asked[2] == Failing.asked[3]
+        assert len(Failing.requests) == 4 and Failing.requests[2] == Failing.requests[3]
 
     def test_an_answer_that_breaks_off_after_what_cannot_be_repeated_is_reported(self, failing: Anneal) -> None:
         Failing.answers = [(201, {"Content-Length": "999"}, b'{"id": ')]
         with pytest.raises(AnnealError, match="may or may not have been executed"):
             failing.experiments.create("once")
-        assert len(Failing.asked) == 1
+        assert len(Failing.requests) == 1
 
     def test_what_may_have_happened_is_not_done_twice(self, failing: Anneal) -> None:
         Failing.answers = [BROKEN, EMPTY]
         with pytest.raises(AnnealError, match="may or may not have been executed"):
             failing.experiments.create("once")
-        assert len(Failing.asked) == 1
+        assert len(Failing.requests) == 1
 
     def test_patience_ends(self, failing: Anneal) -> None:
         Failing.answers = [(503, {"Retry-After": "60"}, b"")]
         with pytest.raises(AnnealError) as refused:
             next(iter(failing.runs.list()))
-        assert refused.value.status == 503 and len(Failing.asked) == 1
+        assert refused.value.status == 503 and len(Failing.requests) == 1
 
     def test_a_service_that_is_not_there_is_reported(self) -> None:
         with (

@@ -114,8 +114,8 @@ def test_a_step_that_is_trained_again_replaces_what_came_after_it() -> None:
     plot = CurvePlot("a run", ["loss", "eval_loss", "extra.speed"])
     base = {"run_id": "run_x", "seq": 1, "attempt": 1, "ts": "2026-01-02T03:04:05Z"}
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0), (2, 1.5)):
-        plot.add(MetricEvent(type="metric", step=step, loss=loss, extra={"speed": step}, **base))
-    plot.add(EvalEvent(type="eval", step=2, metrics={"eval_loss": 1.7}, **base))
+        plot.add_event(MetricEvent(type="metric", step=step, loss=loss, extra={"speed": step}, **base))
+    plot.add_event(EvalEvent(type="eval", step=2, metrics={"eval_loss": 1.7}, **base))
     assert plot._points == {
         ("", "loss"): ([1, 2], [3.0, 1.5]), ("", "eval_loss"): ([2], [1.7]), ("", "extra.speed"): ([1, 2], [1.0, 2.0]),
     }  # fmt: skip

@@ -48,9 +48,9 @@ def errors(checker: tuple[str, ...], folder: Path) -> list[str]:
         [sys.executable, *checker, str(folder)], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip
-    found = [line.strip() for line in done.stdout.splitlines() if ": error:" in line or " - error:" in line]
-    assert done.returncode == bool(found), (done.stdout, done.stderr)
-    return found
+    error_lines = [line.strip() for line in done.stdout.splitlines() if ": error:" in line or " - error:" in line]
+    assert done.returncode == bool(error_lines), (done.stdout, done.stderr)
+    return error_lines
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def errors(checker: tuple[str, ...], folder: Path) -> list[str]:
 def test_events_are_told_apart_by_their_type(programs: Path, checker: tuple[str, ...]) -> None:
     assert "for event in client.runs.events(" in (programs / "readme.py").read_text()
     (programs / "wrong.py").write_text(WRONG)
-    found = errors(checker, programs)
-    assert found and all("wrong.py" in line for line in found), found
-    assert any('"loss"' in line and "StatusEvent" in line for line in found)
-    assert any('"step"' in line and "EndEvent" in line for line in found)
+    error_lines = errors(checker, programs)
+    assert error_lines and all("wrong.py" in line for line in error_lines), error_lines
+    assert any('"loss"' in line and "StatusEvent" in line for line in error_lines)
+    assert any('"step"' in line and "EndEvent" in line for line in error_lines)
 
 
 def test_editable_installation_is_a_path_that_type_checkers_follow(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ def _models(base: type[Event] = Event) -> Iterator[type[Event]]:
 
 
 def _written_types() -> Iterator[tuple[str, str]]:
-    """Yield (place, type) of each `NewEvent.of(…)` with a constant type."""
+    """Yield (place, type) of each `NewEvent.from_payload(…)` with a constant type."""
     for path in sorted([*(_ROOT / "app").rglob("*.py"), *(_ROOT / "worker").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "NewEvent.of":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "NewEvent.from_payload":
                 kind = node.args[0]
                 if isinstance(kind, ast.Constant):
                     yield f"{path.relative_to(_ROOT)}:{node.lineno}", kind.value

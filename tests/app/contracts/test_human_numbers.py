@@ -15,7 +15,7 @@ from app.contracts.schemas.runs.placement import ResourceRequest
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.contracts.training_config.validation import config_errors
-from app.infra.strict_json import BadJson, parse
+from app.infra.strict_json import BadJson, parse_json
 
 COUNTS = (
     "max_steps", "min_steps", "save_steps", "eval_steps", "logging_steps", "stop_at_step", "batch_size",
@@ -25,8 +25,8 @@ SCHEMA = TrainingConfig.model_json_schema()["properties"]
 
 
 def sentences(**fields: Any) -> list[tuple[str, str, str]]:
-    found = config_errors({"base_model": "tiny", **fields}, has_eval_dataset=True)
-    return [(problem.field, problem.code, problem.message) for problem in found if problem.field in fields]
+    errors = config_errors({"base_model": "tiny", **fields}, has_eval_dataset=True)
+    return [(problem.field, problem.code, problem.message) for problem in errors if problem.field in fields]
 
 
 def form(name: str) -> str:
@@ -180,5 +180,5 @@ def test_what_the_description_allows_is_read_or_out_of_range_or_no_whole_number(
 
 def test_a_key_that_is_there_twice_is_refused() -> None:
     with pytest.raises(BadJson, match="'lora_r' occurs twice"):
-        parse(b'{"config": {"lora_r": 1, "lora_r": 2}}')
-    assert parse(json.dumps({"config": {"lora_r": 1}, "lora_r": 2}).encode())
+        parse_json(b'{"config": {"lora_r": 1, "lora_r": 2}}')
+    assert parse_json(json.dumps({"config": {"lora_r": 1}, "lora_r": 2}).encode())

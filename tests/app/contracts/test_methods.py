@@ -71,6 +71,6 @@ class TestMethodOf:
 
     def test_rewards_come_with_their_field(self) -> None:
         rewards = [{"type": "length"}, "malformed", {"type": "regex"}]
-        found = list(rewards_of({"method": "rlhf", "rlhf": {"rewards": rewards}}))
-        assert found == [("rlhf.rewards.0", rewards[0]), ("rlhf.rewards.2", rewards[2])]
+        located = list(rewards_of({"method": "rlhf", "rlhf": {"rewards": rewards}}))
+        assert located == [("rlhf.rewards.0", rewards[0]), ("rlhf.rewards.2", rewards[2])]
         assert list(rewards_of({"method": "dpo", "rlhf": {"rewards": rewards}})) == []

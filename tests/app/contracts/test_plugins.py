@@ -31,32 +31,32 @@ def check(api: ApiServer, engine: Engine) -> Any:
     dataset, prompts = make_dataset(engine), make_dataset(engine, "prompt", ["prompt"])
 
     def validate(extra: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-        wanted = {"base_model": "tiny", "method": "lora", "extra": extra or {}, **config}
-        body = {"dataset_id": prompts if wanted["method"] == "rlhf" else dataset, "config": wanted}
+        run_config = {"base_model": "tiny", "method": "lora", "extra": extra or {}, **config}
+        body = {"dataset_id": prompts if run_config["method"] == "rlhf" else dataset, "config": run_config}
         answer = api.client.post("/v1/runs/validate", json=body)
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        check_result: dict[str, Any] = answer.json()
+        return check_result
 
     return validate
 
 
-def errors(found: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(one["field"], one["code"]) for one in found["errors"]]
+def errors(check_result: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["field"], one["code"]) for one in check_result["errors"]]
 
 
 def test_a_name_that_no_worker_has_is_refused_with_those_there_are(check: Any, engine: Engine) -> None:
     add_worker(engine, backends=["celery"], plugins=HERE)
     assert errors(check({"optimizer": {"type": "slow-sign", "memory": 0.5}})) == []
-    found = check({"optimizer": {"type": "slow-sing"}, "scheduler": {"type": "x"}})
+    result = check({"optimizer": {"type": "slow-sing"}, "scheduler": {"type": "x"}})
     named = ("optimizer", "scheduler")
-    assert errors(found) == [(f"config.extra.{field}", "plugin_not_installed") for field in named]
-    assert "'slow-sing', which no worker has installed; installed are: slow-sign" in found["errors"][0]["message"]
-    assert "entry point of `anneal.schedulers`" in found["errors"][1]["message"]
+    assert errors(result) == [(f"config.extra.{field}", "plugin_not_installed") for field in named]
+    assert "'slow-sing', which no worker has installed; installed are: slow-sign" in result["errors"][0]["message"]
+    assert "entry point of `anneal.schedulers`" in result["errors"][1]["message"]
     callbacks = [{"type": "tally", "end_at": 3}, {"type": "count"}]
-    found = check({"tokenizer": {"type": "own"}, "callbacks": callbacks}, chat_template="loud")
+    result = check({"tokenizer": {"type": "own"}, "callbacks": callbacks}, chat_template="loud")
     named = ("extra.tokenizer", "extra.callbacks.1", "chat_template")
-    assert errors(found) == [(f"config.{field}", "plugin_not_installed") for field in named]
+    assert errors(result) == [(f"config.{field}", "plugin_not_installed") for field in named]
     assert errors(check(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")) == []
     rlhf: dict[str, Any] = {"rewards": [{"type": "plugin", "name": "brevity"}, {"type": "plugin", "name": "wit"}]}
     assert errors(check(method="rlhf", rlhf=rlhf)) == [("config.rlhf.rewards.1.name", "plugin_not_installed")]
@@ -65,9 +65,9 @@ def test_a_name_that_no_worker_has_is_refused_with_those_there_are(check: Any, e
 def test_one_that_only_some_workers_have_is_warned_of(check: Any, engine: Engine) -> None:
     add_worker(engine, backends=["celery"], plugins=HERE)
     add_worker(engine, backends=["celery"], plugins={})
-    found = check({"optimizer": {"type": "slow-sign"}})
-    assert errors(found) == []
-    (warning,) = [one for one in found["warnings"] if one["code"] == "plugin_not_everywhere"]
+    result = check({"optimizer": {"type": "slow-sign"}})
+    assert errors(result) == []
+    (warning,) = [one for one in result["warnings"] if one["code"] == "plugin_not_everywhere"]
     assert "only 1 of 2 workers" in warning["message"]
 
 

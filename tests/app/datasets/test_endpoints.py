@@ -105,9 +105,9 @@ class TestDelete:
             for _ in range(8):
                 id = _made(emptied, lines({"text": "a"}))
                 body = {"backend": "fake", "dataset_id": id, "config": {"base_model": "any"}}
-                made = pool.submit(emptied.client.post, "/v1/runs", json=body)
+                creation = pool.submit(emptied.client.post, "/v1/runs", json=body)
                 deleted = pool.submit(emptied.client.delete, f"/v1/datasets/{id}")
-                assert (made.result().status_code, deleted.result().status_code) in ((202, 409), (422, 204))
+                assert (creation.result().status_code, deleted.result().status_code) in ((202, 409), (422, 204))
 
     def test_needs_the_scope_to_write(self, emptied: ApiServer) -> None:
         id = _made(emptied)
@@ -181,24 +181,29 @@ class TestIdempotencyKey:
     ) -> None:
         caller = api.client.get(f"/v1/datasets/{_made(api)}").json()["created_by"]
         engine = sync_engine(settings.database_url or "")
-        made: list[str] = []
+        dataset_ids: list[str] = []
 
         def come(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-            if statement.startswith("INSERT INTO dataset_idempotency_keys") and len(made) < twins:
-                made.append(make_dataset(engine))
-                row = {"created_by": caller, "idempotency_key": "k", "request_digest": "d", "dataset_id": made[-1]}
+            if statement.startswith("INSERT INTO dataset_idempotency_keys") and len(dataset_ids) < twins:
+                dataset_ids.append(make_dataset(engine))
+                row = {
+                    "created_by": caller,
+                    "idempotency_key": "k",
+                    "request_digest": "d",
+                    "dataset_id": dataset_ids[-1],
+                }
                 with engine.begin() as connection:
                     connection.execute(insert(DatasetIdempotencyKey).values(row))
 
         def go(_connection: Any) -> None:
             with engine.begin() as connection:
-                connection.execute(delete(Dataset).where(Dataset.id.in_(made)))
+                connection.execute(delete(Dataset).where(Dataset.id.in_(dataset_ids)))
 
         listened = api.application.state.engine.sync_engine
         event.listen(listened, "before_cursor_execute", come)
         event.listen(listened, "rollback", go)
         answer = upload(api, CONTENT, key="k")
-        assert (answer.status_code, len(made)) == (status, twins), answer.text
+        assert (answer.status_code, len(dataset_ids)) == (status, twins), answer.text
         assert len(_files(settings)) == (2 if status == 201 else 1)
         engine.dispose()
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app.datasets.formats import validate_row
-from tests.app.uploads import CHAT, errors, kept, lines, upload
+from tests.app.uploads import CHAT, errors, lines, stored_rows, upload
 from tests.server import ApiServer
 
 USER = [{"role": "user", "content": "q"}]
@@ -40,7 +40,7 @@ def test_the_columns_give_the_format_and_the_row_stays_as_it_is(
 ) -> None:
     answer = upload(shared_api, lines(row))
     assert (answer.status_code, answer.json()["format"]) == (201, format)
-    assert kept(shared_api, lines(row)) == [row]
+    assert stored_rows(shared_api, lines(row)) == [row]
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_pairs_in_the_shape_of_openai_are_kept_in_ours(shared_api: ApiServer) ->
         "source": "web",
     }
     ours = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "tools": [{"type": "function"}], "source": "web"}
-    assert kept(shared_api, lines(theirs, theirs)) == [ours, ours]
+    assert stored_rows(shared_api, lines(theirs, theirs)) == [ours, ours]
     columns = upload(shared_api, lines(theirs)).json()["columns"]
     assert columns == ["prompt", "chosen", "rejected", "tools", "source"]
     cells = ",".join('"' + json.dumps(theirs[name]).replace('"', '""') + '"' for name in list(theirs)[:3])
     table = f"input,preferred_output,non_preferred_output\n{cells}\n".encode()
-    assert kept(shared_api, table, "a.csv") == [{name: ours[name] for name in list(ours)[:4]}]
+    assert stored_rows(shared_api, table, "a.csv") == [{name: ours[name] for name in list(ours)[:4]}]
 
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
@@ -118,14 +118,14 @@ def test_a_column_system_beside_messages_becomes_the_first_message(
 def test_chats_of_sharegpt_and_alpaca_are_kept_as_messages(
     shared_api: ApiServer, row: dict[str, Any], stored: dict[str, Any], layout: str | None
 ) -> None:
-    assert kept(shared_api, lines(row, row)) == [stored, stored]
+    assert stored_rows(shared_api, lines(row, row)) == [stored, stored]
     dataset = upload(shared_api, lines(row, row)).json()
     assert (dataset["format"], dataset["source"]["layout"]) == ("text" if "text" in row else "chat", layout)
 
 
 def test_alpaca_may_be_a_table(shared_api: ApiServer) -> None:
     table = b"instruction;input;output\nq;;a\n"
-    assert kept(shared_api, table, "a.csv") == [{"messages": ASKED}]
+    assert stored_rows(shared_api, table, "a.csv") == [{"messages": ASKED}]
     (error,) = upload(shared_api, table + b"q;;\n", "a.csv").json()["errors"]
     assert (error["field"], error["code"]) == ("line 3", "missing_column") and "`output`" in error["message"]
 
@@ -172,9 +172,9 @@ def test_calls_of_tools_need_no_content_and_are_stored_as_they_are(shared_api: A
     result = {"role": "tool", "tool_call_id": "1", "name": "search", "content": "found"}
     for content, call in (({"content": ""}, CALL), ({}, TEXT_CALL), ({"content": None}, TEXT_CALL)):
         row = {"messages": [*ASKED, {"role": "assistant", **content, "tool_calls": [call]}, result], "tools": TOOLS}
-        assert kept(shared_api, lines(row, {**row, "tools": json.dumps(TOOLS)})) == [row, row]
+        assert stored_rows(shared_api, lines(row, {**row, "tools": json.dumps(TOOLS)})) == [row, row]
     prompts = {"prompt": USER, "chosen": [{"role": "assistant", "tool_calls": [CALL]}], "rejected": BAD}
-    assert kept(shared_api, lines(prompts)) == [prompts]
+    assert stored_rows(shared_api, lines(prompts)) == [prompts]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +219,14 @@ def test_labels_are_also_words_in_a_table_and_numbers(shared_api: ApiServer) -> 
     rated = [RATED, {**RATED, "completion": "d", "label": False}]
     for true, false in (("True", "false"), ("1", "0")):
         table = f"prompt,completion,label\np,c,{true}\np,d,{false}\n".encode()
-        assert kept(shared_api, table, "a.csv") == rated
-    assert kept(shared_api, lines(*({**row, "label": int(row["label"])} for row in rated))) == rated
+        assert stored_rows(shared_api, table, "a.csv") == rated
+    assert stored_rows(shared_api, lines(*({**row, "label": int(row["label"])} for row in rated))) == rated
     assert errors(shared_api, b"prompt,completion,label\np,c,\n", "a.csv") == [("line 2", "missing_column")]
 
 
 def test_answers_that_are_numbers_become_texts_which_rewards_compare(shared_api: ApiServer) -> None:
     rows = [{"prompt": "p", "answer": answer} for answer in (72, -0.5, "seven", None)]
-    assert [row["answer"] for row in kept(shared_api, lines(*rows))] == ["72", "-0.5", "seven", None]
+    assert [row["answer"] for row in stored_rows(shared_api, lines(*rows))] == ["72", "-0.5", "seven", None]
 
 
 def test_a_label_of_another_kind_is_a_column_of_prompts_with_completions(shared_api: ApiServer) -> None:
@@ -275,13 +275,13 @@ def test_columns_can_be_given_and_rows_are_kept_under_our_names(
     shared_api: ApiServer, name: str, content: bytes
 ) -> None:
     columns = json.dumps({"prompt": "question", "completion": "reply"})
-    assert kept(shared_api, content, name, columns=columns) == [{"prompt": "q", "completion": "r", "id": "7"}]
+    assert stored_rows(shared_api, content, name, columns=columns) == [{"prompt": "q", "completion": "r", "id": "7"}]
 
 
 def test_a_column_may_take_the_name_of_one_that_is_renamed(shared_api: ApiServer) -> None:
     row = {"prompt": "a", "completion": "b"}
     swapped = json.dumps({"prompt": "completion", "completion": "prompt"})
-    assert kept(shared_api, lines(row), columns=swapped) == [{"prompt": "b", "completion": "a"}]
+    assert stored_rows(shared_api, lines(row), columns=swapped) == [{"prompt": "b", "completion": "a"}]
     taken = json.dumps({"prompt": "question"})
     assert errors(shared_api, lines({**row, "question": "q"}), columns=taken) == [("line 1", "column_conflict")]
 

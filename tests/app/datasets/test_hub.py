@@ -13,7 +13,7 @@ import pytest
 
 from app.api.errors import ApiError
 from app.config import Settings
-from app.datasets.hub import HubFile, client, download, is_public
+from app.datasets.hub import HubFile, download_file, is_public, open_client
 from tests.app import hub_server
 from tests.app.hub_server import COMMIT, Hub
 from tests.app.uploads import lines, parquet
@@ -230,13 +230,13 @@ async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner answers the first question with an address of the internet, and the second with one of this machine."""
-    real, asked, reached = socket.getaddrinfo, [], []
+    real, lookups, reached = socket.getaddrinfo, [], []
 
     def resolve(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
         if host not in ("rebound.example", b"rebound.example"):
             return real(host, port, *args, **kwargs)
-        asked.append(host)
-        return real("8.8.8.8" if len(asked) == 1 else "127.0.0.1", port, *args, **kwargs)
+        lookups.append(host)
+        return real("8.8.8.8" if len(lookups) == 1 else "127.0.0.1", port, *args, **kwargs)
 
     connect = anyio.connect_tcp
 
@@ -257,8 +257,8 @@ async def test_a_name_that_changes_its_address_in_between_is_sent_nothing(
 
 
 async def _bytes(path: str) -> bytes:
-    async with client() as opened:
-        return b"".join([piece async for piece in download(opened, HubFile("train.jsonl", path))])
+    async with open_client() as opened:
+        return b"".join([piece async for piece in download_file(opened, HubFile("train.jsonl", path))])
 
 
 @pytest.mark.parametrize("environment", [
@@ -294,7 +294,7 @@ async def test_a_proxy_is_asked_where_the_environment_names_one(hub: Hub, monkey
 async def test_clients_share_the_authorities_which_take_long_to_read() -> None:
     began = time.process_time()
     for _ in range(100):
-        async with client():
+        async with open_client():
             pass
     assert time.process_time() - began < 1.5, "30 ms for each, in which the event loop serves no request"
 

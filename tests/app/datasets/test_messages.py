@@ -37,7 +37,7 @@ def chat(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
     ],
 )
 def test_what_plain_transformers_renders_is_stored_as_it_is(row: dict[str, Any]) -> None:
-    assert formats.validate_row(formats.detect(row), row) is row
+    assert formats.validate_row(formats.detect_format(row), row) is row
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_plain_transformers_renders_is_stored_as_it_is(row: dict[str, Any])
     ],
 )  # fmt: skip
 def test_what_no_template_knows_is_converted(row: dict[str, Any], stored: dict[str, Any]) -> None:
-    assert formats.validate_row(formats.detect(row), row) == stored
+    assert formats.validate_row(formats.detect_format(row), row) == stored
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_no_template_knows_is_converted(row: dict[str, Any], stored: dict[s
     ],
 )  # fmt: skip
 def test_what_cannot_be_taken_is_named_with_what_to_write_instead(row: dict[str, Any], code: str, place: str) -> None:
-    format = formats.detect(row)
+    format = formats.detect_format(row)
     with pytest.raises(BadRow) as refused:
         formats.validate_row(format, row)
     assert refused.value.code == code and place in refused.value.message
@@ -150,4 +150,4 @@ def test_what_cannot_be_taken_is_named_with_what_to_write_instead(row: dict[str,
     ],
 )
 def test_token_ids_are_stored_as_they_are(row: dict[str, Any]) -> None:
-    assert formats.detect(row) == "tokenized" and formats.validate_row("tokenized", row) is row
+    assert formats.detect_format(row) == "tokenized" and formats.validate_row("tokenized", row) is row

@@ -12,7 +12,7 @@ from tests.app.uploads import lines, upload
 from tests.server import ApiServer
 
 
-def made(api: ApiServer, *rows: dict[str, Any]) -> str:
+def upload_rows(api: ApiServer, *rows: dict[str, Any]) -> str:
     answer = upload(api, lines(*rows), "data.jsonl")
     assert answer.status_code == 201, answer.text
     return str(answer.json()["id"])
@@ -38,9 +38,9 @@ def test_rows_and_order_are_those_of_interleave_datasets(
     shared_api: ApiServer, sizes: tuple[int, ...], weights: tuple[float, ...], strategy: Any
 ) -> None:
     sources = [texts(str(number), size) for number, size in enumerate(sizes)]
-    ids = [made(shared_api, *rows) for rows in sources]
-    asked = [{"dataset_id": id, "weight": weight} for id, weight in zip(ids, weights, strict=True)]
-    answer = mix(shared_api, *asked, seed=7, stopping_strategy=strategy)
+    ids = [upload_rows(shared_api, *rows) for rows in sources]
+    request_sources = [{"dataset_id": id, "weight": weight} for id, weight in zip(ids, weights, strict=True)]
+    answer = mix(shared_api, *request_sources, seed=7, stopping_strategy=strategy)
     expected = datasets.interleave_datasets(
         [datasets.Dataset.from_list(rows) for rows in sources],
         probabilities=[weight / sum(weights) for weight in weights],
@@ -55,24 +55,24 @@ def test_rows_and_order_are_those_of_interleave_datasets(
 
 
 def test_without_weights_the_sources_follow_each_other(shared_api: ApiServer) -> None:
-    ids = [made(shared_api, *texts("a", 3)), made(shared_api, *texts("b", 2))]
+    ids = [upload_rows(shared_api, *texts("a", 3)), upload_rows(shared_api, *texts("b", 2))]
     answer = mix(shared_api, *({"dataset_id": id} for id in ids))
     assert rows_of(shared_api, answer) == texts("a", 3) + texts("b", 2)
 
 
 def test_a_column_says_how_often_a_row_is_used(shared_api: ApiServer) -> None:
     weights = [0, False, None, 1, True, 2, 0.0, 3.0, *[0.5] * 400]
-    id = made(shared_api, *({"text": f"{number}", "w": weight} for number, weight in enumerate(weights)))
+    id = upload_rows(shared_api, *({"text": f"{number}", "w": weight} for number, weight in enumerate(weights)))
     answer = mix(shared_api, {"dataset_id": id, "weight_column": "w"})
-    found = Counter(int(row["text"]) for row in rows_of(shared_api, answer))
-    assert [found[number] for number in range(8)] == [0, 0, 0, 1, 1, 2, 0, 3]
-    assert 150 < sum(found[number] for number in range(8, 408)) < 250 and max(found.values()) == 3
+    counts = Counter(int(row["text"]) for row in rows_of(shared_api, answer))
+    assert [counts[number] for number in range(8)] == [0, 0, 0, 1, 1, 2, 0, 3]
+    assert 150 < sum(counts[number] for number in range(8, 408)) < 250 and max(counts.values()) == 3
     again = mix(shared_api, {"dataset_id": id, "weight_column": "w"})
     assert again.json()["sha256"] == answer.json()["sha256"]
 
 
 def test_a_repeated_request_makes_one_mix(shared_api: ApiServer) -> None:
-    body = {"name": "mixed", "sources": [{"dataset_id": made(shared_api, *texts("a", 3))}]}
+    body = {"name": "mixed", "sources": [{"dataset_id": upload_rows(shared_api, *texts("a", 3))}]}
     headers = {"Idempotency-Key": "mixed-once"}
     first, second = (shared_api.client.post("/v1/datasets/mix", json=body, headers=headers) for _ in range(2))
     assert first.json()["id"] == second.json()["id"]
@@ -111,13 +111,13 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     monkeypatch.setattr("app.datasets.mix.MOST_ROWS", 5000)
     ids = {
-        "TEXT": made(shared_api, {"text": "a", "zero": 0, "huge": 1e300, "no_float": 10**400}),
-        "CHAT": made(
+        "TEXT": upload_rows(shared_api, {"text": "a", "zero": 0, "huge": 1e300, "no_float": 10**400}),
+        "CHAT": upload_rows(
             shared_api, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
         ),
     }
-    asked = [{**one, "dataset_id": ids.get(one["dataset_id"], one["dataset_id"])} for one in sources]
-    raw = json.dumps({"name": "mixed", "sources": asked, "stopping_strategy": "all_exhausted"})
+    request_sources = [{**one, "dataset_id": ids.get(one["dataset_id"], one["dataset_id"])} for one in sources]
+    raw = json.dumps({"name": "mixed", "sources": request_sources, "stopping_strategy": "all_exhausted"})
     answer = shared_api.client.post("/v1/datasets/mix", content=raw, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422, answer.text
     if code is not None:
@@ -128,15 +128,15 @@ def test_the_sources_together_are_limited(shared_api: ApiServer, monkeypatch: py
     """Each row and its copies take memory, and each column is in the database: a client decides about both."""
     monkeypatch.setattr("app.datasets.mix.MOST_ROWS", 100)
     monkeypatch.setattr("app.datasets.mix.MOST_COLUMNS", 3)
-    source = {"dataset_id": made(shared_api, {"text": "a", "w": 60}), "weight_column": "w"}
+    source = {"dataset_id": upload_rows(shared_api, {"text": "a", "w": 60}), "weight_column": "w"}
     for more in ({}, {"weight": 1}):
         assert mix(shared_api, source | more).status_code == 201
         answer = mix(shared_api, source | more, source | more)
         assert answer.status_code == 422, answer.text
         assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [("sources", "too_many_rows")]
-    wide = [{"dataset_id": made(shared_api, {"text": "a", name: 1, f"{name}2": 1})} for name in "ab"]
-    assert mix(shared_api, wide[0], wide[0]).status_code == 201
-    answer = mix(shared_api, *wide)
+    wide_sources = [{"dataset_id": upload_rows(shared_api, {"text": "a", name: 1, f"{name}2": 1})} for name in "ab"]
+    assert mix(shared_api, wide_sources[0], wide_sources[0]).status_code == 201
+    answer = mix(shared_api, *wide_sources)
     assert answer.status_code == 422, answer.text
     assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [("sources", "too_many_columns")]
 
@@ -145,7 +145,7 @@ def test_only_a_few_are_written_at_a_time(shared_api: ApiServer, monkeypatch: py
     slots = threading.BoundedSemaphore(1)
     monkeypatch.setattr("app.datasets.mix._slots", slots)
     monkeypatch.setattr("app.datasets.importer.SLOT_TIMEOUT_SECONDS", 0.2)
-    source = {"dataset_id": made(shared_api, *texts("a", 3))}
+    source = {"dataset_id": upload_rows(shared_api, *texts("a", 3))}
     with slots:
         answer = mix(shared_api, source)
     assert (answer.status_code, answer.json()["code"]) == (503, "too_many_uploads")

@@ -34,20 +34,20 @@ def test_a_cursor_that_is_none_is_refused(tmp_path: Path, cursor: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "a"}\n{"text": "b"}\n')
     with pytest.raises(ApiError) as refused:
-        rows.read(file.open("rb"), cursor, 10)
+        rows.read_rows(file.open("rb"), cursor, 10)
     assert refused.value.errors[0].code == "unknown_cursor"
 
 
 def test_long_values_are_cut_and_large_rows_end_a_page(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     row = {"text": "x" * 100_000, "list": list(range(1000)), "deep": {"a": ["y" * 5000]}}
-    wide = {f"column {number}": "z" * 2000 for number in range(50)}
-    file.write_text("".join(json.dumps(one) + "\n" for one in (row, *[wide] * 20)))
-    first = rows.read(file.open("rb"), None, 1).data[0].row
+    wide_row = {f"column {number}": "z" * 2000 for number in range(50)}
+    file.write_text("".join(json.dumps(one) + "\n" for one in (row, *[wide_row] * 20)))
+    first = rows.read_rows(file.open("rb"), None, 1).data[0].row
     assert len(first["text"]) < 2100 and len(first["list"]) == 51 and len(first["deep"]["a"][0]) < 2100
-    page = rows.read(file.open("rb"), None, 100)
+    page = rows.read_rows(file.open("rb"), None, 100)
     assert 2 <= len(page.data) < 10 and page.has_more and page.next is not None
-    assert rows.read(file.open("rb"), page.next, 1).data[0].line == page.data[-1].line + 1
+    assert rows.read_rows(file.open("rb"), page.next, 1).data[0].line == page.data[-1].line + 1
 
 
 def test_a_nested_row_and_an_object_of_many_keys_are_cut_with_a_mark(tmp_path: Path) -> None:
@@ -55,6 +55,6 @@ def test_a_nested_row_and_an_object_of_many_keys_are_cut_with_a_mark(tmp_path: P
     nested = {str(a): {str(b): {str(c): "x" * 1000 for c in range(40)} for b in range(40)} for a in range(3)}
     keys = {str(number): None for number in range(60)}
     file.write_text("".join(json.dumps(one) + "\n" for one in (nested, keys)))
-    page = rows.read(file.open("rb"), None, 2).data
+    page = rows.read_rows(file.open("rb"), None, 2).data
     assert len(json.dumps(page[0].row)) < 200_000 and page[0].row["…"] == "… (cut)"
     assert list(page[1].row) == [*map(str, range(50)), "…"]

@@ -317,21 +317,21 @@ async def test_what_a_killed_upload_left_is_swept_and_datasets_are_not(settings:
     staged.parent.mkdir(parents=True)
     staged.write_bytes(b"x")
     with ThreadServer(settings) as api:
-        kept = _upload(api, _lines(TEXT)).json()["id"]
+        dataset_id = _upload(api, _lines(TEXT)).json()["id"]
     engine = async_engine(settings.database_url or "")
     try:
-        assert await service.sweep(session_maker(engine), storage, older_than_seconds=3600) == 0
+        assert await service.sweep_orphans(session_maker(engine), storage, older_than_seconds=3600) == 0
         assert orphan.exists() and staged.exists()
-        assert await service.sweep(session_maker(engine), storage, older_than_seconds=-1) == 2
+        assert await service.sweep_orphans(session_maker(engine), storage, older_than_seconds=-1) == 2
         # The database may be the older one of the two, so its word alone deletes nothing.
         (aside,) = (settings.storage_root / "aside").iterdir()
         assert (aside / orphan.name).read_bytes() == b"x" and not orphan.exists() and not staged.exists()
         os.utime(aside, (0, time.time() - service.ASIDE_SECONDS - 60))
-        assert await service.sweep(session_maker(engine), storage, older_than_seconds=-1) == 0
+        assert await service.sweep_orphans(session_maker(engine), storage, older_than_seconds=-1) == 0
         assert not aside.exists()
     finally:
         await engine.dispose()
-    assert _stored(settings) == [storage.dataset_file(kept, "jsonl")]
+    assert _stored(settings) == [storage.dataset_file(dataset_id, "jsonl")]
 
 
 def _multipart(api: ApiServer, body: bytes) -> httpx.Response:

@@ -112,8 +112,8 @@ def test_a_tokenizer_that_is_not_there_is_reported_before_the_file_is_read(api: 
     local = {"../etc": "outside_models_root", "nowhere": "model_not_found", new_id("run"): "base_run_without_output",
              "without": "tokenizer_not_found", "broken": "bad_tokenizer", "": "outside_models_root"}  # fmt: skip
     for name, code in local.items():
-        found = errors(api, b"what is in here does not matter", tokenizer=name)
-        assert found == [("tokenizer", code)], (name, found)
+        problems = errors(api, b"what is in here does not matter", tokenizer=name)
+        assert problems == [("tokenizer", code)], (name, problems)
 
 
 def test_many_uploads_at_once_do_not_wait_for_each_other(settings: Settings) -> None:
@@ -121,11 +121,11 @@ def test_many_uploads_at_once_do_not_wait_for_each_other(settings: Settings) -> 
     _tokenizer(make_model(settings))
     with ThreadServer(settings) as api, ThreadPoolExecutor(_AT_ONCE) as pool:
 
-        def one(number: int) -> Any:
+        def upload(number: int) -> Any:
             return _counted(api, lines({"text": "a " * number}))["total"]
 
-        assert list(pool.map(one, range(1, _AT_ONCE + 1))) == list(range(1, _AT_ONCE + 1))
-        assert one(3) == 3
+        assert list(pool.map(upload, range(1, _AT_ONCE + 1))) == list(range(1, _AT_ONCE + 1))
+        assert upload(3) == 3
 
 
 def test_a_tokenizer_that_makes_much_of_a_short_text_costs_its_own_process(settings: Settings) -> None:
@@ -146,8 +146,8 @@ def test_a_row_longer_than_a_batch_counts_as_one(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(token_counter, "_PIECE_CHARACTERS", 40)
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     for words in (3, 1000, 1, 50, 50, 200):
-        counter.add(["a " * words])
-    reported = counter.statistics(3)
+        counter.add_sequence(["a " * words])
+    reported = counter.compute_statistics(3)
     counter.close()
     assert (reported["rows"], reported["sequences"], reported["total"], reported["min"], reported["max"]) == (
         3,
@@ -166,8 +166,8 @@ def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
     (tmp_path / "json.py").write_text("raise SystemExit('not ours')")
     monkeypatch.chdir(tmp_path)
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
-    counter.add(["a b"])
-    assert counter.statistics(1)["total"] == 2
+    counter.add_sequence(["a b"])
+    assert counter.compute_statistics(1)["total"] == 2
     counter.close()
 
 
@@ -190,14 +190,14 @@ def test_only_so_many_processes_count_at_a_time(settings: Settings, monkeypatch:
 def test_memory_does_not_grow_with_rows_or_with_long_ones(tmp_path: Path) -> None:
     counter = TokenCounter("words", _tokenizer(tmp_path), Settings(home=tmp_path))
     for _ in range(2):
-        counter.add(["a b " * 100_000])
+        counter.add_sequence(["a b " * 100_000])
     tracemalloc.start()
     for number in range(20_000):
-        counter.add(["a " * (number % 50), "b"])
-    counter.add(["a b " * 500_000])
+        counter.add_sequence(["a " * (number % 50), "b"])
+    counter.add_sequence(["a b " * 500_000])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    reported = counter.statistics(20_003)
+    reported = counter.compute_statistics(20_003)
     counter.close()
     assert (reported["sequences"], reported["max"]) == (20_003, 1_000_000)
     assert peak < 20e6, json.dumps(peak)

@@ -22,7 +22,7 @@ from app.datasets.importer import ImportedFile
 from app.datasets.readers.jsonl import LineReader
 from app.datasets.row_writer import MOST_BAD_ROWS, RowWriter, TooManyBadRows, line_of
 from app.datasets.token_counter import TokenCounter
-from app.datasets.upload import receive
+from app.datasets.upload import receive_upload
 from app.infra.strict_json import parse_with_gaps
 from tests.properties import examples
 
@@ -101,21 +101,21 @@ def cut(whole: bytes, borders: list[int]) -> list[bytes]:
 
 def validate(pieces: list[bytes], format: str | None = None) -> tuple[Any, ...]:
     """All that is said of a JSONL file."""
-    kept: list[bytes] = []
-    rows = RowWriter(format, kept.append)
+    lines: list[bytes] = []
+    rows = RowWriter(format, lines.append)
     reader = LineReader(rows, _MOST_LINE)
     try:
         for piece in pieces:
             reader.feed(piece)
-        reader.end()
-        errors = rows.finish()
+        reader.end_file()
+        errors = rows.finish_rows()
     except TooManyBadRows:
         errors = rows.errors
         assert len(errors) == MOST_BAD_ROWS
     reported = [(error.field, error.code, error.message) for error in errors]
     if reported:
         return (reported,)
-    return reported, rows.format, rows.count, list(rows.columns), repr(rows.preview), b"".join(kept)
+    return reported, rows.format, rows.count, list(rows.columns), repr(rows.preview), b"".join(lines)
 
 
 def lines_of(whole: bytes) -> list[bytes]:
@@ -147,21 +147,21 @@ def test_any_file_is_taken_or_refused_with_a_line_and_a_known_reason(
     if errors:
         return
     assert validate([whole, b"\n \t\r\n\n"], format) == (errors, *accepted), "empty lines at the end are no rows"
-    found, rows, columns, preview, stored = accepted
-    assert stored == canonical(whole) or found == "preference"
+    detected_format, rows, columns, preview, stored = accepted
+    assert stored == canonical(whole) or detected_format == "preference"
     # A file of a trainer is read in lines that end with a line feed, and only there.
-    kept = [json.loads(line, parse_constant=lambda _: None) for line in lines_of(whole)]
-    assert len(kept) == rows >= 1 and found in FORMATS
-    assert [parse_with_gaps(line)[0] for line in lines_of(whole)] == kept
-    assert list(dict.fromkeys(key for row in kept for key in row)) == columns
-    for row in kept:
+    stored_rows = [json.loads(line, parse_constant=lambda _: None) for line in lines_of(whole)]
+    assert len(stored_rows) == rows >= 1 and detected_format in FORMATS
+    assert [parse_with_gaps(line)[0] for line in lines_of(whole)] == stored_rows
+    assert list(dict.fromkeys(key for row in stored_rows for key in row)) == columns
+    for row in stored_rows:
         assert isinstance(row, dict)
         text = json.dumps(row, allow_nan=False, ensure_ascii=False)
         assert "\0" not in text and "\\u0000" not in text.replace("\\\\", "")
         text.encode()
-        texts = {"text": ["text"], "prompt_completion": ["prompt", "completion"]}.get(found, [])
+        texts = {"text": ["text"], "prompt_completion": ["prompt", "completion"]}.get(detected_format, [])
         assert all(isinstance(row[name], str) and row[name].strip() for name in texts)
-        if found == "chat":
+        if detected_format == "chat":
             assert any(message["role"] == "assistant" for message in row["messages"])
     assert len(preview) < 3 * 40_000
 
@@ -247,7 +247,7 @@ async def test_the_row_of_a_refused_upload_is_released_at_once(tmp_path: Path) -
 
     with pytest.raises(ApiError) as refused:
         settings = Settings(home=tmp_path)
-        await receive("multipart/form-data; boundary=x", pieces(), tmp_path, settings, no_tokenizer)
+        await receive_upload("multipart/form-data; boundary=x", pieces(), tmp_path, settings, no_tokenizer)
     frames = [frame for frame, _ in traceback.walk_tb(refused.tb)]
     assert {frame.f_code.co_name for frame in frames} >= {"receive", "end"}
     assert not {"_take", "_end_record"} & {frame.f_code.co_name for frame in frames}
@@ -267,7 +267,7 @@ async def upload(folder: Path, pieces: list[bytes], content_type: str = "multipa
             yield piece
 
     try:
-        return await receive(content_type, chunks(), folder, settings, no_tokenizer)
+        return await receive_upload(content_type, chunks(), folder, settings, no_tokenizer)
     except ApiError as error:
         errors = error.errors or []
         return error.status, [(one.field, one.code, one.message) for one in errors]
@@ -286,7 +286,9 @@ async def test_a_long_file_of_no_use_is_refused_long_before_its_end(tmp_path: Pa
             yield piece
 
     with pytest.raises(ApiError) as refused:
-        await receive("multipart/form-data; boundary=x", endless(), tmp_path, Settings(home=tmp_path), no_tokenizer)
+        await receive_upload(
+            "multipart/form-data; boundary=x", endless(), tmp_path, Settings(home=tmp_path), no_tokenizer
+        )
     assert refused.value.code == "bad_rows" and sent < 12 * 1024 * 1024
 
 
@@ -313,5 +315,5 @@ def test_a_key_that_is_there_twice_is_found_in_a_row_of_a_hundred_thousand() -> 
     reader = LineReader(rows, 16 * 1024**2)
     began = time.process_time()
     reader.feed(raw)
-    assert [error.code for error in rows.finish()] == ["duplicate_key"]
+    assert [error.code for error in rows.finish_rows()] == ["duplicate_key"]
     assert time.process_time() - began < 5

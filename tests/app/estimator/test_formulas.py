@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from app.contracts.schemas import estimates
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.contracts.training_config.validation import config_errors
 from app.estimator import architecture, memory_planner
-from app.estimator.activations import Precision, activations
+from app.estimator.activations import Precision, compute_activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
-from app.estimator.flops import uncounted_parts, work
+from app.estimator.flops import estimate_flops, uncounted_parts
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import Components, Division, memory, optimizer_state
+from app.estimator.memory import Components, Division, estimate_memory, optimizer_state
 from app.estimator.model_sizes import largest_model
-from app.estimator.parameters import CannotTrain, total, trained
-from app.estimator.steps import Data, attention_of, plan
+from app.estimator.parameters import CannotTrain, total_parameters, trainable_part
+from app.estimator.steps import Data, attention_of, plan_steps
 from tests.properties import examples
 
 # Llama-3.1-8B, as its config.json has it.
@@ -39,10 +39,10 @@ GIB = 2**30
 CHECKS = [{"type": "length", "max": 100}]
 
 
-def effective(**asked: Any) -> TrainingConfig:
+def effective(**fields: Any) -> TrainingConfig:
     """A configuration as a GPU would take it."""
-    config = TrainingConfig.model_validate({"base_model": "any", **asked})
-    return resolve(config, sorted(given_fields(asked)), DeviceCapabilities(kind="cuda", bf16=True)).config
+    config = TrainingConfig.model_validate({"base_model": "any", **fields})
+    return resolve_config(config, sorted(given_fields(fields)), DeviceCapabilities(kind="cuda", bf16=True)).config
 
 
 def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
@@ -50,17 +50,17 @@ def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
     return Data(rows, None, {"mean": mean, "max": largest, "total": round(rows * mean), "tokenizer": "any"})
 
 
-def operations(data: Data, *, model: Architecture | None = None, **asked: Any) -> Any:
+def operations(data: Data, *, model: Architecture | None = None, **fields: Any) -> Any:
     """What there is to do for a run."""
-    config, model = effective(**asked), model or architecture.read(LLAMA)
-    found = work(model, config, plan(model, config, data), "off")
-    assert found is not None
-    return found
+    config, model = effective(**fields), model or architecture.read_architecture(LLAMA)
+    counted_work = estimate_flops(model, config, plan_steps(model, config, data), "off")
+    assert counted_work is not None
+    return counted_work
 
 
 class TestStepsAndTokens:
     @pytest.mark.parametrize(
-        ("asked", "steps", "tokens"),
+        ("fields", "steps", "tokens"),
         [
             ({"epochs": 1}, 7, 10_000),
             ({"epochs": 2.5}, 18, 2 * 10_000 + 4 * 16 * 100),
@@ -73,32 +73,32 @@ class TestStepsAndTokens:
             ({"epochs": 1, "packing": True, "max_seq_length": 2048, "batch_size": 4096}, 1, 10_000),
         ],
     )
-    def test_tokens_are_those_of_all_steps(self, asked: dict[str, Any], steps: int, tokens: int) -> None:
-        found = plan(architecture.read(LLAMA), effective(**asked), counted())
-        assert (found.steps, found.tokens) == (steps, tokens)
+    def test_tokens_are_those_of_all_steps(self, fields: dict[str, Any], steps: int, tokens: int) -> None:
+        step_plan = plan_steps(architecture.read_architecture(LLAMA), effective(**fields), counted())
+        assert (step_plan.steps, step_plan.tokens) == (steps, tokens)
 
     @pytest.mark.parametrize("method", ["dpo", "reward"])
     def test_of_a_pair_hold_its_prompt_twice(self, method: str) -> None:
         """Prompts of 1,000 tokens, answers of 100."""
-        model, config = architecture.read(LLAMA), effective(method=method, epochs=1)
+        model, config = architecture.read_architecture(LLAMA), effective(method=method, epochs=1)
         now: Any = {"tokenizer": "any", "rows": 1000, "sequences": 2000, "mean": 1100.0, "max": 1100}
-        found = plan(model, config, Data(1000, None, now))
-        assert (found.tokens, found.attended, found.batch.length) == (2_200_000, 1100, 1100)
+        step_plan = plan_steps(model, config, Data(1000, None, now))
+        assert (step_plan.tokens, step_plan.attended, step_plan.batch.length) == (2_200_000, 1100, 1100)
         # What an earlier version counted, and bytes, do not tell how long the prompts are; that is said.
         old = {"tokenizer": "any", "rows": 1000, "mean": 1200.0, "max": 1200}
         for data in (Data(1000, None, old), Data(1000, 4_800_000)):
-            found = plan(model, config, data)
-            assert found.tokens == 2 * 1000 * 800
-            assert any("prompt and the two answers of a pair are assumed" in said for said in found.assumptions)
-        assert plan(model, config, Data(1000, None)).attended == 2048
+            step_plan = plan_steps(model, config, data)
+            assert step_plan.tokens == 2 * 1000 * 800
+            assert any("prompt and the two answers of a pair are assumed" in said for said in step_plan.assumptions)
+        assert plan_steps(model, config, Data(1000, None)).attended == 2048
 
-    @pytest.mark.parametrize(("asked", "steps"), [({}, None), ({"max_steps": 50}, 50)])
-    def test_of_a_data_source_are_not_guessed(self, asked: dict[str, Any], steps: int | None) -> None:
-        config = effective(extra={"data_source": {"type": "lake"}}, max_seq_length=512, **asked)
-        model = architecture.read(LLAMA)
-        found = plan(model, config, counted())
-        assert (found.steps, found.tokens, found.batch.tokens) == (steps, None, 4 * 512)
-        assert work(model, config, found, "off") is None
+    @pytest.mark.parametrize(("fields", "steps"), [({}, None), ({"max_steps": 50}, 50)])
+    def test_of_a_data_source_are_not_guessed(self, fields: dict[str, Any], steps: int | None) -> None:
+        config = effective(extra={"data_source": {"type": "lake"}}, max_seq_length=512, **fields)
+        model = architecture.read_architecture(LLAMA)
+        step_plan = plan_steps(model, config, counted())
+        assert (step_plan.steps, step_plan.tokens, step_plan.batch.tokens) == (steps, None, 4 * 512)
+        assert estimate_flops(model, config, step_plan, "off") is None
 
 
 class TestOperations:
@@ -106,41 +106,41 @@ class TestOperations:
         assert operations(counted(largest=100)).training == operations(counted(largest=2000)).training
 
     def test_of_packed_texts_are_those_of_each_by_itself(self) -> None:
-        asked = {"packing": True, "max_steps": 10}
-        short, long = (operations(counted(10_000, mean), **asked).training for mean in (100.0, 2000.0))
-        stream = operations(counted(10_000), **asked, extra={"packing_strategy": "wrapped"}).training
+        fields = {"packing": True, "max_steps": 10}
+        short, long = (operations(counted(10_000, mean), **fields).training for mean in (100.0, 2000.0))
+        stream = operations(counted(10_000), **fields, extra={"packing_strategy": "wrapped"}).training
         assert short < long < stream * 1.001 and stream == pytest.approx(long, rel=0.01)
 
     def test_of_a_reference_in_every_step_are_those_of_a_forward_pass(self) -> None:
         one_pass, two = (operations(counted(), method="dpo", epochs=epochs) for epochs in (1, 2))
-        forward = 2 * total(architecture.read(LLAMA)) * one_pass.tokens
+        forward = 2 * total_parameters(architecture.read_architecture(LLAMA)) * one_pass.tokens
         assert one_pass.training - two.training / 2 == pytest.approx(forward, rel=0.1)
 
     def test_of_a_kl_term_are_those_of_further_forward_passes(self) -> None:
-        asked: dict[str, Any] = {"method": "kto", "epochs": 1}
+        fields: dict[str, Any] = {"method": "kto", "epochs": 1}
         without, with_kl = (
-            operations(counted(), **asked, kto={"loss_type": loss}) for loss in ("apo_zero_unpaired", "kto")
+            operations(counted(), **fields, kto={"loss_type": loss}) for loss in ("apo_zero_unpaired", "kto")
         )
-        forward = 2 * total(architecture.read(LLAMA)) * without.tokens
+        forward = 2 * total_parameters(architecture.read_architecture(LLAMA)) * without.tokens
         assert with_kl.training - without.training == pytest.approx(2 * forward, rel=0.1)
         beforehand, with_kl = (
-            operations(counted(), **asked | {"epochs": 2}, kto={"loss_type": loss})
+            operations(counted(), **fields | {"epochs": 2}, kto={"loss_type": loss})
             for loss in ("apo_zero_unpaired", "kto")
         )
         assert with_kl.training - beforehand.training == pytest.approx(2 * forward, rel=0.1)
 
     def test_computed_beforehand_are_named(self) -> None:
-        model = architecture.read(LLAMA)
+        model = architecture.read_architecture(LLAMA)
         for epochs, said in ((1, 0), (2, 1)):
             config = effective(method="dpo", epochs=epochs)
-            assert len(uncounted_parts(config, plan(model, config, counted()))) == said
+            assert len(uncounted_parts(config, plan_steps(model, config, counted()))) == said
 
     def test_of_completions_are_those_of_a_forward_pass_for_each_token(self) -> None:
         free, held = (
             operations(counted(), method="rlhf", rlhf={"rewards": CHECKS, "beta": beta}, max_steps=10)
             for beta in (0.0, 0.1)
         )
-        forward = 2 * total(architecture.read(LLAMA)) * free.tokens
+        forward = 2 * total_parameters(architecture.read_architecture(LLAMA)) * free.tokens
         assert free.writing == pytest.approx(forward, rel=0.1)
         assert held.training - free.training == pytest.approx(forward, rel=0.1)
         assert operations(counted()).writing == 0
@@ -155,18 +155,18 @@ class TestOperations:
 )  # fmt: skip
 def test_precision_follows_the_dtype_of_the_run(device: Any, dtype: Any, autocast: bool, base: int) -> None:
     config = TrainingConfig(base_model="any", method="lora", dtype=dtype)
-    assert Precision.of(config, device) == Precision(device, autocast=autocast, base=base)
+    assert Precision.for_device(config, device) == Precision(device, autocast=autocast, base=base)
 
 
 class TestMemory:
     def test_weights_in_bfloat16_halve_weights_and_gradients(self) -> None:
-        model = architecture.read(LLAMA)
+        model = architecture.read_architecture(LLAMA)
 
         def parts(**fields: Any) -> Any:
             config = effective(method="full", optim="adamw_torch_8bit", **fields)
-            batch = plan(model, config, counted()).batch
-            precision = Precision.of(config, "cuda")
-            return memory(model, config, precision, batch, "full", attention_of(model, config))
+            batch = plan_steps(model, config, counted()).batch
+            precision = Precision.for_device(config, "cuda")
+            return estimate_memory(model, config, precision, batch, "full", attention_of(model, config))
 
         precise, half = parts(), parts(weights_dtype="bfloat16")
         assert half.components.weights * 2 == precise.components.weights
@@ -176,20 +176,24 @@ class TestMemory:
         assert precise.peak - half.peak >= saved // 2
 
     def test_dropout_of_adapters_in_32_bits_takes_what_torch_needs_as_no_kernel_computes_it(self) -> None:
-        model = architecture.read(LLAMA)
+        model = architecture.read_architecture(LLAMA)
 
         def peak(dtype: str, dropout: float) -> int:
             config = effective(method="lora", dtype=dtype, lora_dropout=dropout)
-            return memory(model, config, Precision.of(config, "cuda"), Batch(1, 4096), "full", "sdpa").peak
+            return estimate_memory(
+                model, config, Precision.for_device(config, "cuda"), Batch(1, 4096), "full", "sdpa"
+            ).peak
 
         mib = 2**20
         assert peak("bfloat16", 0.05) - peak("bfloat16", 0.0) < mib < peak("float32", 0.05) - peak("float32", 0.0)
 
     def test_trained_tokens_of_tied_embeddings_take_a_copy_of_the_head_and_its_gradient(self) -> None:
         def peak(tied: bool, **tokens: Any) -> int:
-            model = architecture.read({**LLAMA, "tie_word_embeddings": tied})
+            model = architecture.read_architecture({**LLAMA, "tie_word_embeddings": tied})
             config = effective(method="lora", **tokens)
-            return memory(model, config, Precision.of(config, "cuda"), Batch(1, 4096), "full", "sdpa").peak
+            return estimate_memory(
+                model, config, Precision.for_device(config, "cuda"), Batch(1, 4096), "full", "sdpa"
+            ).peak
 
         tokens, matrix, mib = [*range(4)], 128256 * 4096 * 2, 2**20
         assert peak(True, trainable_token_indices=tokens) - peak(True) == pytest.approx(2 * matrix, abs=mib)
@@ -202,7 +206,7 @@ class TestMemory:
         assert 2 * rows * columns * bits / 8 < state < 2.2 * rows * columns * bits / 8
 
     @pytest.mark.parametrize(
-        ("asked", "sequences", "length"),
+        ("fields", "sequences", "length"),
         [
             ({}, 1, 100 * 100),
             ({"eval_split": 0.1}, 1, 90 * 100),
@@ -216,18 +220,20 @@ class TestMemory:
         ids=str,
     )
     def test_no_micro_batch_has_more_than_the_rows_there_are(
-        self, asked: dict[str, Any], sequences: int, length: int
+        self, fields: dict[str, Any], sequences: int, length: int
     ) -> None:
-        batch = plan(architecture.read(LLAMA), effective(batch_size=4096, **asked), counted()).batch
+        batch = plan_steps(architecture.read_architecture(LLAMA), effective(batch_size=4096, **fields), counted()).batch
         assert (batch.sequences, batch.length) == (sequences, length)
 
     def test_without_an_adapter_a_reference_is_a_second_base(self) -> None:
-        model = architecture.read(LLAMA)
+        model = architecture.read_architecture(LLAMA)
 
-        def needed(**asked: Any) -> Any:
-            config = effective(method="rlhf", **asked)
-            batch = plan(model, config, counted()).batch
-            return memory(model, config, Precision.of(config, "cuda"), batch, "full", attention_of(model, config))
+        def needed(**fields: Any) -> Any:
+            config = effective(method="rlhf", **fields)
+            batch = plan_steps(model, config, counted()).batch
+            return estimate_memory(
+                model, config, Precision.for_device(config, "cuda"), batch, "full", attention_of(model, config)
+            )
 
         free, held = (needed(rlhf={"rewards": CHECKS, "beta": beta}, lora_r=None) for beta in (0.0, 0.1))
         assert held.peak - free.peak == held.components.reference == held.components.weights
@@ -236,23 +242,28 @@ class TestMemory:
         assert adapter.components.reference == 0, "with an adapter the base is its own reference"
 
     def test_an_optimizer_of_the_operator_is_not_taken_for_an_8_bit_one(self) -> None:
-        model, state = architecture.read(LLAMA), []
+        model, state = architecture.read_architecture(LLAMA), []
         for more in ({}, {"extra": {"optimizer": {"type": "mine"}}}):
             config = effective(method="full", **more)
-            batch = plan(model, config, counted()).batch
-            found = memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa")
-            state.append(found.components.optimizer / total(model))
+            batch = plan_steps(model, config, counted()).batch
+            estimated = estimate_memory(model, config, Precision.for_device(config, "cuda"), batch, "full", "sdpa")
+            state.append(estimated.components.optimizer / total_parameters(model))
         assert state[0] < 4 and state[1] == pytest.approx(8, rel=0.01)
 
     def test_the_documented_example_is_what_the_code_says(self) -> None:
-        model, config = architecture.read(LLAMA), effective(epochs=1)
-        planned = plan(model, config, counted(12_640, 173.56, 320))
+        model, config = architecture.read_architecture(LLAMA), effective(epochs=1)
+        planned = plan_steps(model, config, counted(12_640, 173.56, 320))
         shown: Any = estimates.EXAMPLE
-        device, precision = shown["device"], Precision.of(config, "cuda")
-        choice = memory_planner.choose(model, config, precision, planned.batch, device["memory_mb"] * 2**20)
-        todo = work(model, config, planned, choice.checkpointing)
+        device, precision = shown["device"], Precision.for_device(config, "cuda")
+        choice = memory_planner.choose_checkpointing(
+            model, config, precision, planned.batch, device["memory_mb"] * 2**20
+        )
+        todo = estimate_flops(model, config, planned, choice.checkpointing)
         assert shown["memory_mb"] == choice.memory.as_megabytes()
-        assert shown["parameters"] == {"total": total(model), "trainable": trained(model, config).count}
+        assert shown["parameters"] == {
+            "total": total_parameters(model),
+            "trainable": trainable_part(model, config).count,
+        }
         assert (shown["steps"], shown["tokens"]) == (planned.steps, planned.tokens)
         assert todo is not None and shown["flops"] == pytest.approx(todo.training)
         assert shown["fits"][0]["reason"] == choice.reason
@@ -268,10 +279,10 @@ class TestLiger:
     }  # fmt: skip
     TEXTS = Batch(1, 4 * 4096, texts=4, positions_each=True)
 
-    def needed(self, recomputed: Any, *, has_liger: bool, **asked: Any) -> Any:
-        model, config = architecture.read(self.QWEN), effective(**{"method": "qlora", **asked})
-        precision = Precision.of(config, "cuda", has_liger=has_liger)
-        return memory(model, config, precision, self.TEXTS, recomputed, attention_of(model, config))
+    def needed(self, recomputed: Any, *, has_liger: bool, **fields: Any) -> Any:
+        model, config = architecture.read_architecture(self.QWEN), effective(**{"method": "qlora", **fields})
+        precision = Precision.for_device(config, "cuda", has_liger=has_liger)
+        return estimate_memory(model, config, precision, self.TEXTS, recomputed, attention_of(model, config))
 
     def test_a_layer_keeps_inputs_of_norms_and_products_and_what_attention_needs(self) -> None:
         hidden, keys, inner, heads, kv_heads = 4096, 1024, 12_288, 32, 8
@@ -286,27 +297,29 @@ class TestLiger:
         )
         in_32_bits = 2 + heads + kv_heads + heads  # reciprocals of norms, sums of attention
         seeds = 7 * 8  # of dropout
-        kept = self.TEXTS.tokens * (2 * in_16_bits + 4 * in_32_bits) + seeds
+        expected = self.TEXTS.tokens * (2 * in_16_bits + 4 * in_32_bits) + seeds
         recomputed = self.TEXTS.tokens * 2 * hidden
-        less, more = (self.needed(layers, has_liger=True).activations.kept for layers in (11, 10))
-        assert more - less == kept - recomputed
+        less, more = (self.needed(layers, has_liger=True).activations.kept_bytes for layers in (11, 10))
+        assert more - less == expected - recomputed
 
     @pytest.mark.parametrize("method", ["qlora", "lora", "full"])
     def test_less_is_kept_and_the_peak_is_lower(self, method: str) -> None:
         with_liger, without = (self.needed("off", has_liger=has, method=method) for has in (True, False))
-        assert with_liger.activations.kept < 0.8 * without.activations.kept
-        assert without.peak - with_liger.peak > 0.9 * (without.activations.kept - with_liger.activations.kept)
+        assert with_liger.activations.kept_bytes < 0.8 * without.activations.kept_bytes
+        assert without.peak - with_liger.peak > 0.9 * (
+            without.activations.kept_bytes - with_liger.activations.kept_bytes
+        )
 
     def test_a_cpu_does_not_use_it(self) -> None:
         config = effective(method="lora")
-        assert Precision.of(config, "cpu", has_liger=True) == Precision.of(config, "cpu")
+        assert Precision.for_device(config, "cpu", has_liger=True) == Precision.for_device(config, "cpu")
 
     @pytest.mark.parametrize(("family", "method"), [("gpt2", "lora"), ("phi", "lora"), ("gemma3_text", "reward")])
     def test_a_model_that_it_lacks_takes_as_much_as_without(self, family: str, method: str) -> None:
-        model, config = architecture.read({"model_type": family, **TINY}), effective(method=method)
-        batch = plan(model, config, counted()).batch
+        model, config = architecture.read_architecture({"model_type": family, **TINY}), effective(method=method)
+        batch = plan_steps(model, config, counted()).batch
         with_liger, without = (
-            memory(model, config, Precision.of(config, "cuda", has_liger=has), batch, "off", "sdpa")
+            estimate_memory(model, config, Precision.for_device(config, "cuda", has_liger=has), batch, "off", "sdpa")
             for has in (True, False)
         )
         assert with_liger == without
@@ -315,12 +328,16 @@ class TestLiger:
         config = effective(method="full")
         batch = Batch(2, 64)
 
-        def kept(layers_without_experts: list[int], *, has_liger: bool) -> int:
+        def kept_bytes(layers_without_experts: list[int], *, has_liger: bool) -> int:
             file = {"model_type": "qwen3_moe", **TINY, "mlp_only_layers": layers_without_experts}
-            precision = Precision.of(config, "cuda", has_liger=has_liger)
-            return activations(architecture.read(file), config, precision, batch, "off", "sdpa").kept
+            precision = Precision.for_device(config, "cuda", has_liger=has_liger)
+            return compute_activations(
+                architecture.read_architecture(file), config, precision, batch, "off", "sdpa"
+            ).kept_bytes
 
-        dense, sparse = (kept(layers, has_liger=False) - kept(layers, has_liger=True) for layers in ([0], []))
+        dense, sparse = (
+            kept_bytes(layers, has_liger=False) - kept_bytes(layers, has_liger=True) for layers in ([0], [])
+        )
         assert dense == sparse > 0
 
     def test_a_number_of_recomputed_layers_means_what_its_name_does(self) -> None:
@@ -333,7 +350,7 @@ class TestLiger:
 class TestAdvice:
     @pytest.mark.parametrize("gigabytes", [8, 12, 24, 40])
     @pytest.mark.parametrize(
-        "asked",
+        "fields",
         [
             {"method": "full"},
             {"method": "lora"},
@@ -347,47 +364,49 @@ class TestAdvice:
         ],
         ids=str,
     )
-    def test_never_changes_what_a_run_learns_towards(self, asked: dict[str, Any], gigabytes: int) -> None:
-        model, config = architecture.read(LLAMA), effective(**asked)
-        (said,) = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 1024, None).within(
-            gigabytes * GIB
-        )
-        if asked["method"] not in ("full", "lora"):
+    def test_never_changes_what_a_run_learns_towards(self, fields: dict[str, Any], gigabytes: int) -> None:
+        model, config = architecture.read_architecture(LLAMA), effective(**fields)
+        (said,) = memory_planner.MemoryAdvice(
+            model, config, Precision.for_device(config, "cuda"), 1024, None
+        ).advise_within(gigabytes * GIB)
+        if fields["method"] not in ("full", "lora"):
             assert "method:" not in said
-        changed = {"base_model": "any", **asked, **_named(said)}
+        changed = {"base_model": "any", **fields, **_named(said)}
         if "lora_r: 16" in said or "load_in_4bit: true" in said:
             changed.pop("load_in_8bit", None)
         assert config_errors(changed, has_eval_dataset=False) == [], said
 
     def test_names_an_adapter_where_every_weight_of_a_preference_run_trains(self) -> None:
-        model, config = architecture.read(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
-        precision = Precision.of(config, "cuda")
+        model, config = architecture.read_architecture(LLAMA), effective(method="dpo", lora_r=None, batch_size=1)
+        precision = Precision.for_device(config, "cuda")
         advice = memory_planner.MemoryAdvice(model, config, precision, 512, None)
-        said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
+        said = [advice.advise_within(gigabytes * GIB)[0] for gigabytes in (40, 14)]
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
 
     def test_keeps_two_rows_in_a_micro_batch_of_a_method_that_compares_rows(self) -> None:
-        model, config = architecture.read(LLAMA), effective(method="kto", batch_size=8)
-        advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 2048, None)
-        said = [advice.within(gigabytes * GIB)[0] for gigabytes in range(4, 40)]
+        model, config = architecture.read_architecture(LLAMA), effective(method="kto", batch_size=8)
+        advice = memory_planner.MemoryAdvice(model, config, Precision.for_device(config, "cuda"), 2048, None)
+        said = [advice.advise_within(gigabytes * GIB)[0] for gigabytes in range(4, 40)]
         sizes = {_named(one).get("batch_size", 8) for one in said}
         assert min(sizes) == 2
 
     @pytest.mark.parametrize("steps", [256, 30_000, 65_536])
     def test_stays_within_what_a_field_may_be(self, steps: int) -> None:
-        model = architecture.read(LLAMA)
+        model = architecture.read_architecture(LLAMA)
         config = effective(batch_size=4096, gradient_accumulation_steps=steps)
-        advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 2048, None)
+        advice = memory_planner.MemoryAdvice(model, config, Precision.for_device(config, "cuda"), 2048, None)
         for gigabytes in (1000, 80, 24, 12):
-            (said,) = advice.within(gigabytes * GIB)
+            (said,) = advice.advise_within(gigabytes * GIB)
             assert config_errors({"base_model": "any", **_named(said)}, has_eval_dataset=False) == [], said
 
     @pytest.mark.parametrize("gigabytes", [1, 79])
     def test_comes_with_a_reason_that_stands_by_itself(self, gigabytes: int) -> None:
-        model, config = architecture.read(LLAMA), effective(gradient_checkpointing=False)
-        batch = plan(model, config, counted()).batch
-        reason = memory_planner.choose(model, config, Precision.of(config, "cuda"), batch, gigabytes * GIB).reason
+        model, config = architecture.read_architecture(LLAMA), effective(gradient_checkpointing=False)
+        batch = plan_steps(model, config, counted()).batch
+        reason = memory_planner.choose_checkpointing(
+            model, config, Precision.for_device(config, "cuda"), batch, gigabytes * GIB
+        ).reason
         assert reason.startswith("The run needs about ")
 
 
@@ -400,7 +419,7 @@ class TestTime:
     """Hundreds of names of modules once made an estimate of a deep model thirty times as slow as a plain one."""
 
     def test_of_an_estimate_hardly_depends_on_the_number_of_module_names(self) -> None:
-        model = architecture.read(LLAMA | {"num_hidden_layers": 80})
+        model = architecture.read_architecture(LLAMA | {"num_hidden_layers": 80})
         layers = [f"layers.{at}.mlp" for at in range(80)]
         targets = [f"{layer}.{name}" for layer in layers for name in ("up_proj", "gate_proj")][:100]
         many = {"target_modules": [*targets, *[f"{layers[-1]}.down_proj"] * 100], "modules_to_save": layers[:20] * 10}
@@ -409,14 +428,14 @@ class TestTime:
 
     def test_of_an_estimate_is_bounded_by_the_number_of_layers(self) -> None:
         with pytest.raises(UnknownArchitecture, match="513 layers exceed the supported maximum"):
-            architecture.read(LLAMA | {"num_hidden_layers": 513})
+            architecture.read_architecture(LLAMA | {"num_hidden_layers": 513})
 
 
 def _seconds_of_advice(model: Architecture, config: TrainingConfig) -> float:
     """Processor time until all changes have been tried, none of which makes the run fit."""
-    advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 2048, None)
+    advice = memory_planner.MemoryAdvice(model, config, Precision.for_device(config, "cuda"), 2048, None)
     started = time.process_time()
-    advice.within(1)
+    advice.advise_within(1)
     return time.process_time() - started
 
 
@@ -424,13 +443,13 @@ def _named(said: str) -> dict[str, Any]:
     """The fields that a sentence of advice names, with their values."""
     words = said.replace("`", " ").replace(":", " ").replace(",", " ").split()
     values: dict[str, Any] = {"true": True, "false": False}
-    found = {}
+    named = {}
     for name, value in pairwise(words):
         if name in TrainingConfig.model_fields:
             value = value.rstrip(".")
             if value.isdigit() or value in values or name == "method":
-                found[name] = int(value) if value.isdigit() else values.get(value, value.rstrip(")"))
-    return found
+                named[name] = int(value) if value.isdigit() else values.get(value, value.rstrip(")"))
+    return named
 
 
 class TestAConfigJson:
@@ -449,7 +468,7 @@ class TestAConfigJson:
     )
     def test_that_cannot_be_is_said_to_be_unknown(self, file: dict[str, Any], says: str) -> None:
         with pytest.raises(UnknownArchitecture, match=says) as raised:
-            architecture.read(file)
+            architecture.read_architecture(file)
         assert "Error:" not in str(raised.value)
 
     @examples(300)
@@ -465,20 +484,20 @@ class TestAConfigJson:
             file["num_hidden_layers"] = min(file["num_hidden_layers"], 3)
         if isinstance(file.get("n_layer"), int):
             file["n_layer"] = min(file["n_layer"], 3)
-        asked = data.draw(st.sampled_from(_METHODS))
+        fields = data.draw(st.sampled_from(_METHODS))
         try:
-            model, config = architecture.read(file), effective(**asked)
-            trained(model, config)
+            model, config = architecture.read_architecture(file), effective(**fields)
+            trainable_part(model, config)
         except (UnknownArchitecture, CannotTrain) as error:
             assert str(error).endswith(".")
             return
-        planned, precision = plan(model, config, counted()), Precision.of(config, "cuda")
-        choice = memory_planner.choose(model, config, precision, planned.batch, GIB)
+        planned, precision = plan_steps(model, config, counted()), Precision.for_device(config, "cuda")
+        choice = memory_planner.choose_checkpointing(model, config, precision, planned.batch, GIB)
         assert choice.memory.peak > 0 and min(choice.memory.as_megabytes().values()) >= 0
-        todo = work(model, config, planned, choice.checkpointing)
+        todo = estimate_flops(model, config, planned, choice.checkpointing)
         assert todo is not None and todo.training >= 0
         if not choice.fits:
-            memory_planner.MemoryAdvice(model, config, precision, planned.batch.length, planned.rows).within(GIB)
+            memory_planner.MemoryAdvice(model, config, precision, planned.batch.length, planned.rows).advise_within(GIB)
 
 
 _ODD = st.one_of(
@@ -502,12 +521,14 @@ _METHODS: list[dict[str, Any]] = [
 def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
     walked: list[str] = []
 
-    def needs(one: Any) -> Any:
-        walked.append(one)
-        return memory(model, config, Precision.of(config, "cuda"), planned.batch, one, "sdpa")
+    def needs(checkpointing: Any) -> Any:
+        walked.append(checkpointing)
+        return estimate_memory(
+            model, config, Precision.for_device(config, "cuda"), planned.batch, checkpointing, "sdpa"
+        )
 
-    model, config = architecture.read({"model_type": "llama", **TINY}), effective()
-    planned = plan(model, config, counted())
+    model, config = architecture.read_architecture({"model_type": "llama", **TINY}), effective()
+    planned = plan_steps(model, config, counted())
     assert not memory_planner.first_that_fits(needs, 1, memory_planner.CHOICES).fits
     assert walked == ["off", "selective", "full"]
 
@@ -516,56 +537,61 @@ def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
 @pytest.mark.parametrize("method", ["full", "dpo"])
 def test_layers_that_are_alike_come_to_the_same_whether_walked_through_or_not(family: str, method: str) -> None:
     config = effective(method=method, lora_dropout=0.0) if method == "dpo" else effective(method=method)
-    precision = Precision.of(config, "cuda")
+    precision = Precision.for_device(config, "cuda")
 
     def needed(layers: int) -> Any:
         names = ("num_hidden_layers", "n_layer")
-        model = architecture.read({"model_type": family, **TINY, **dict.fromkeys(names, layers)})
-        batch = plan(model, config, counted()).batch
-        return activations(model, config, precision, batch, "off", attention_of(model, config))
+        model = architecture.read_architecture({"model_type": family, **TINY, **dict.fromkeys(names, layers)})
+        batch = plan_steps(model, config, counted()).batch
+        return compute_activations(model, config, precision, batch, "off", attention_of(model, config))
 
     # Of two layers both are walked through, of more only these: what all share is kept by the first.
-    one, two, nine = map(needed, (1, 2, 9))
-    assert nine.kept - two.kept == 7 * (two.kept - one.kept)
-    assert nine.operations - two.operations == 7 * (two.operations - one.operations)
+    of_1, of_2, of_9 = map(needed, (1, 2, 9))
+    assert of_9.kept_bytes - of_2.kept_bytes == 7 * (of_2.kept_bytes - of_1.kept_bytes)
+    assert of_9.operations - of_2.operations == 7 * (of_2.operations - of_1.operations)
 
 
 def test_advice_for_several_devices_walks_through_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:
     walked: list[Any] = []
 
-    def counting(*asked: Any) -> Any:
-        walked.append(asked)
-        return memory(*asked)
+    def counting(*arguments: Any) -> Any:
+        walked.append(arguments)
+        return estimate_memory(*arguments)
 
-    monkeypatch.setattr(memory_planner, "memory", counting)
-    model, config = architecture.read(LLAMA), effective(method="full")
-    advice = memory_planner.MemoryAdvice(model, config, Precision.of(config, "cuda"), 512, None)
-    said = [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
+    monkeypatch.setattr(memory_planner, "estimate_memory", counting)
+    model, config = architecture.read_architecture(LLAMA), effective(method="full")
+    advice = memory_planner.MemoryAdvice(model, config, Precision.for_device(config, "cuda"), 512, None)
+    said = [advice.advise_within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)]
     most = len(walked)
-    assert said == [advice.within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most
+    assert said == [advice.advise_within(gigabytes * GIB)[0] for gigabytes in (40, 24, 1)] and len(walked) == most
     assert "adapter" in said[0] and "smaller model" in said[2]
 
 
 @pytest.mark.parametrize("document", [{}, {"parameters": 3}, {**estimates.EXAMPLE, "fits": [{"device": None}]}])
 def test_an_estimate_of_another_version_is_none(document: dict[str, Any]) -> None:
-    assert estimates.stored(document) is None
-    assert estimates.stored(dict(estimates.EXAMPLE)) is not None
+    assert estimates.parse_stored(document) is None
+    assert estimates.parse_stored(dict(estimates.EXAMPLE)) is not None
 
 
 def test_memory_comes_in_the_order_of_the_model_however_it_was_kept() -> None:
     memory: Any = estimates.MEMORY
-    found = estimates.stored({**estimates.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
-    assert found is not None and found.memory_mb is not None
-    assert list(found.memory_mb) == [*(one.name for one in fields(Components)), "total"]
+    parsed = estimates.parse_stored({**estimates.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
+    assert parsed is not None and parsed.memory_mb is not None
+    assert list(parsed.memory_mb) == [*(one.name for one in fields(Components)), "total"]
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> None:
-    config, model = effective(method=method, max_seq_length=512, optim="adamw_torch"), architecture.read(LLAMA)
-    batch = plan(model, config, counted()).batch
+    config, model = (
+        effective(method=method, max_seq_length=512, optim="adamw_torch"),
+        architecture.read_architecture(LLAMA),
+    )
+    batch = plan_steps(model, config, counted()).batch
 
     def on(shards: int) -> Any:
-        return memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa", Division(shards))
+        return estimate_memory(
+            model, config, Precision.for_device(config, "cuda"), batch, "full", "sdpa", Division(shards)
+        )
 
     whole, part = on(1), on(4)
     for name in ("weights", "adapter", "gradients", "optimizer"):
@@ -582,16 +608,19 @@ def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> N
 def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activations(
     method: str, checkpointing: Any
 ) -> None:
-    config, model = effective(method=method, max_seq_length=8192, optim="adamw_torch"), architecture.read(LLAMA)
+    config, model = (
+        effective(method=method, max_seq_length=8192, optim="adamw_torch"),
+        architecture.read_architecture(LLAMA),
+    )
 
     def on(parts: int, length: int) -> Any:
         batch = Batch(1, length, sequence_parallel=parts)
-        return memory(model, config, Precision.of(config, "cuda"), batch, checkpointing, "sdpa")
+        return estimate_memory(model, config, Precision.for_device(config, "cuda"), batch, checkpointing, "sdpa")
 
     def of_tokens(parts: int) -> int:
         """Casts of weights do not depend on the length."""
-        found: int = on(parts, 8192).components.activations - on(parts, 4096).components.activations
-        return found
+        difference: int = on(parts, 8192).components.activations - on(parts, 4096).components.activations
+        return difference
 
     whole, part = on(1, 8192), on(4, 8192)
     for name in ("weights", "adapter", "gradients", "optimizer"):
@@ -604,12 +633,14 @@ def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activati
 def test_devices_that_share_experts_do_not_gather_those_of_a_layer() -> None:
     """In pairs of four devices, each gathers half of the experts of one layer; all four together gather none."""
     config = effective(method="full", max_seq_length=512, optim="adamw_torch_fused")
-    model = architecture.read({"model_type": "qwen3_moe"})
-    batch = plan(model, config, counted()).batch
+    model = architecture.read_architecture({"model_type": "qwen3_moe"})
+    batch = plan_steps(model, config, counted()).batch
 
     def on(experts: int) -> Components:
         division = Division(4, experts)
-        return memory(model, config, Precision.of(config, "cuda"), batch, "full", "sdpa", division).components
+        return estimate_memory(
+            model, config, Precision.for_device(config, "cuda"), batch, "full", "sdpa", division
+        ).components
 
     alone, pairs, all_four = on(1), on(2), on(4)
     # 128 experts of three matrices of 2048 x 768 with 4 bytes: two layers and the gradients of one.

@@ -26,15 +26,15 @@ def api(emptied_api: ApiServer) -> ApiServer:
 
 
 def test_an_experiment_is_made_and_read_back(api: ApiServer) -> None:
-    made = api.client.post("/v1/experiments", json={"name": "ranks", "description": "which?", "tags": ["a", "b"]})
-    assert made.status_code == 201
-    body = made.json()
-    assert made.headers["location"] == f"/v1/experiments/{body['id']}"
+    created = api.client.post("/v1/experiments", json={"name": "ranks", "description": "which?", "tags": ["a", "b"]})
+    assert created.status_code == 201
+    body = created.json()
+    assert created.headers["location"] == f"/v1/experiments/{body['id']}"
     assert re.fullmatch(r"exp_[0-9a-z]{26}", body["id"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", body["created_at"])
     assert body["created_by"].startswith("key_")
     assert (body["name"], body["description"], body["tags"]) == ("ranks", "which?", ["a", "b"])
-    assert api.client.get(made.headers["location"]).json() == body
+    assert api.client.get(created.headers["location"]).json() == body
 
 
 def test_an_empty_experiment_has_all_counts_at_zero_and_no_best_run(api: ApiServer) -> None:
@@ -86,14 +86,14 @@ def test_a_name_has_between_one_and_two_hundred_characters(api: ApiServer) -> No
 def test_a_quota_is_changed_and_kept_by_a_key_that_writes_and_removed_by_null(api: ApiServer) -> None:
     assert api.client.post("/v1/experiments", json={"name": "x"}).json()["max_devices"] is None
     with api.client_with(api.key_with(["read", "write"])) as client:
-        made = client.post("/v1/experiments", json={"name": "ranks", "max_devices": 4})
-        path = made.headers["location"]
-        for change, wanted in (({"name": "y"}, 4), ({"max_devices": 0}, 0), ({"tags": None}, 0)):
-            assert client.patch(path, json=change).json()["max_devices"] == wanted
-            assert client.get(path).json()["max_devices"] == wanted
+        created = client.post("/v1/experiments", json={"name": "ranks", "max_devices": 4})
+        path = created.headers["location"]
+        for change, expected in (({"name": "y"}, 4), ({"max_devices": 0}, 0), ({"tags": None}, 0)):
+            assert client.patch(path, json=change).json()["max_devices"] == expected
+            assert client.get(path).json()["max_devices"] == expected
         assert client.get("/v1/experiments").json()["data"][0]["max_devices"] == 0
         assert client.patch(path, json={"max_devices": None}).json()["max_devices"] is None
-        assert client.get(path).json() == {**made.json(), "name": "y", "max_devices": None}
+        assert client.get(path).json() == {**created.json(), "name": "y", "max_devices": None}
     for wrong in (-1, 1_000_001, "4", True):
         for answer in (
             api.client.post("/v1/experiments", json={"name": "x", "max_devices": wrong}),

@@ -24,15 +24,15 @@ async def test_a_listener_hears_each_wake_up_and_asks_redis_for_nothing_in_betwe
     heard = asyncio.Event()
     await queue.start()
     try:
-        await queue.listen("run_x", heard.set)
+        await queue.add_listener("run_x", heard.set)
         await asyncio.wait_for(heard.wait(), 30)  # told to look once when its connection is there
         heard.clear()
-        await queue.wake("run_x")
+        await queue.wake_streams("run_x")
         await asyncio.wait_for(heard.wait(), 30)
         before = commands_of_listeners(settings)
         for _ in range(50):
             heard.clear()
-            await queue.wake("run_x")
+            await queue.wake_streams("run_x")
             await asyncio.wait_for(heard.wait(), 30)
         assert len(before) == 1
         assert commands_of_listeners(settings) == before

@@ -75,12 +75,12 @@ class TestIds:
     def test_sort_by_creation_although_the_clock_was_set_back_by_an_hour(
         self, clocks: Clocks, new_seconds: Callable[[], float]
     ) -> None:
-        made = [ids.new_id("run")]
+        run_ids = [ids.new_id("run")]
         clocks.wall -= 3600
         for _ in range(20):
             clocks.pass_by(60)
-            made.append(ids.new_id("run"))
-        assert made == sorted(made)
+            run_ids.append(ids.new_id("run"))
+        assert run_ids == sorted(run_ids)
 
     def test_follow_corrections_of_a_clock_that_drifts(self, clocks: Clocks, new_seconds: Callable[[], float]) -> None:
         for _ in range(100):

@@ -79,8 +79,8 @@ def test_connections_that_the_server_has_closed_are_replaced_before_they_are_use
 
 async def test_also_those_of_the_api(settings: Settings) -> None:
     engine = async_engine(settings.database_url or "", pool_size=2)
-    async with engine.connect() as one, engine.connect() as other:
-        before = {await one.scalar(_PID), await other.scalar(_PID)}
+    async with engine.connect() as first, engine.connect() as second:
+        before = {await first.scalar(_PID), await second.scalar(_PID)}
     await asyncio.to_thread(_end_others, settings)
     for _ in range(3):
         async with engine.connect() as connection:

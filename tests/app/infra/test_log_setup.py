@@ -47,9 +47,9 @@ class LoggingServer(ApiServer):
     def record_of(self, answer: httpx.Response) -> dict[str, Any]:
         """The one line of this request."""
         mine = {"logger": "app.api.middleware.request_metrics", "request_id": answer.headers["x-request-id"]}
-        found = eventually(lambda: [one for one in self.records() if mine.items() <= one.items()])
-        assert len(found) == 1
-        return found[0]
+        matching = eventually(lambda: [one for one in self.records() if mine.items() <= one.items()])
+        assert len(matching) == 1
+        return matching[0]
 
 
 @pytest.fixture
@@ -61,12 +61,12 @@ def api(settings: Settings, tmp_path: Path) -> Iterator[LoggingServer]:
 def test_every_request_has_one_line_with_its_ids_and_without_what_it_asked_for(api: LoggingServer) -> None:
     run = new_id("run")
     leaked = "anneal_" + secrets.token_urlsafe(32)
-    found = api.client.get(f"/v1/runs/{run}/logs", params={"grep": leaked})
-    one = api.record_of(found)
-    assert one["method"] == "GET" and one["route"] == "/v1/runs/{run_id}/logs" and one["status"] == 404
-    assert one["run_id"] == run and one["level"] == "info" and 0 < one["ms"] < 30_000
-    assert re.fullmatch(r"key_[0-9a-z]{26}", one["key_id"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", one["timestamp"])
+    response = api.client.get(f"/v1/runs/{run}/logs", params={"grep": leaked})
+    record = api.record_of(response)
+    assert record["method"] == "GET" and record["route"] == "/v1/runs/{run_id}/logs" and record["status"] == 404
+    assert record["run_id"] == run and record["level"] == "info" and 0 < record["ms"] < 30_000
+    assert re.fullmatch(r"key_[0-9a-z]{26}", record["key_id"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", record["timestamp"])
     with api.client_with(leaked) as untrusted:
         refused = api.record_of(untrusted.get("/v1/runs"))
     assert (refused["status"], refused["key_id"], refused["route"]) == (401, None, "unmatched")
@@ -74,7 +74,7 @@ def test_every_request_has_one_line_with_its_ids_and_without_what_it_asked_for(a
     assert (public["status"], public["route"]) == (200, "/healthz")
     said = api.log.read_text()
     assert leaked not in said and api.key not in said and "grep=" not in said
-    assert list(one)[:4] == ["timestamp", "level", "logger", "event"]
+    assert list(record)[:4] == ["timestamp", "level", "logger", "event"]
 
 
 def test_no_log_has_a_link_a_session_or_a_ticket(api: LoggingServer) -> None:

@@ -21,7 +21,7 @@ def test_every_file_of_a_run_lies_below_its_folder(storage: Storage) -> None:
     assert storage.attempt_dir(run, 2) == storage.run_dir(run) / "a2"
     assert storage.checkpoint_dir(run, 2, 40) == storage.attempt_dir(run, 2) / "checkpoint-40"
     assert storage.output_dir(run, 2) == storage.attempt_dir(run, 2) / "output"
-    assert storage.journal(run) == storage.run_dir(run) / "journal.jsonl"
+    assert storage.journal_path(run) == storage.run_dir(run) / "journal.jsonl"
 
 
 @pytest.mark.parametrize("id", ["", "..", "run_", "run_../../x", "/etc", "run_" + "A" * 26, "run_" + "0" * 25 + "\n"])
@@ -34,25 +34,25 @@ def test_only_an_id_leads_to_a_folder(storage: Storage, id: str) -> None:
 
 def test_staging_leaves_nothing_but_what_was_promoted(storage: Storage) -> None:
     target = storage.dataset_file(new_id("ds"), "jsonl")
-    with storage.staging() as folder:
+    with storage.staging_folder() as folder:
         (folder / "data").write_bytes(b"kept")
         (folder / "rest").write_bytes(b"gone")
-        storage.promote(folder / "data", target)
+        storage.promote_staged(folder / "data", target)
     assert target.read_bytes() == b"kept"
     assert [path for path in storage.root.rglob("*") if path.is_file()] == [target]
     assert not folder.exists()
 
 
 def test_staging_is_gone_after_a_failure(storage: Storage) -> None:
-    with pytest.raises(RuntimeError), storage.staging() as folder:
+    with pytest.raises(RuntimeError), storage.staging_folder() as folder:
         (folder / "data").write_bytes(b"x")
         raise RuntimeError
     assert not folder.exists()
 
 
 def test_two_stagings_never_meet(storage: Storage) -> None:
-    with storage.staging() as one, storage.staging() as two:
-        assert one != two
+    with storage.staging_folder() as first, storage.staging_folder() as second:
+        assert first != second
 
 
 def test_removing_what_is_not_there_is_fine(storage: Storage) -> None:

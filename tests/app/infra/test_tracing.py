@@ -48,11 +48,11 @@ def collector() -> Iterator[str]:
 
 
 def spans() -> dict[str, Any]:
-    found = [part for one in Collector.received for part in one.resource_spans]
-    services = {value.value.string_value for part in found for value in part.resource.attributes
+    resource_spans = [part for one in Collector.received for part in one.resource_spans]
+    services = {value.value.string_value for part in resource_spans for value in part.resource.attributes
                 if value.key == "service.name"}  # fmt: skip
     assert len(services) == 1
-    return {span.name: span for part in found for scope in part.scope_spans for span in scope.spans}
+    return {span.name: span for part in resource_spans for scope in part.scope_spans for span in scope.spans}
 
 
 def attributes(span: Any) -> dict[str, Any]:

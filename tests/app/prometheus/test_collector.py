@@ -23,7 +23,7 @@ from app.infra.db import async_engine, session_maker
 from app.infra.ids import id_at, new_id
 from app.prometheus import snapshot
 from app.prometheus.snapshot import MOST_LIVE, Snapshots
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
@@ -56,36 +56,36 @@ class TestTheState:
         """Live runs, waiting ones, ended ones of today, their attempts, workers and devices."""
         with ThreadServer(settings) as api:
             data = make_dataset(engine)
-            made = {name: make_run(api.client, data)["id"] for name in ("trains", "fails", "is lost")}
+            run_ids = {name: make_run(api.client, data)["id"] for name in ("trains", "fails", "is lost")}
             trainers = {}
-            for name, run_id in made.items():
+            for name, run_id in run_ids.items():
                 trainers[name] = Trainer(engine, run_id).begin(step=7, total=90)
             trainers["fails"].fail()
             with engine.begin() as connection:
-                connection.execute(machine.retry(made["is lost"], trainers["is lost"].lease_epoch, "lost", 0.0))
+                connection.execute(machine.retry(run_ids["is lost"], trainers["is lost"].lease_epoch, "lost", 0.0))
                 connection.execute(
                     text("UPDATE runs SET not_before = now() - interval '1 hour' WHERE id = :id"),
-                    {"id": made["is lost"]},
+                    {"id": run_ids["is lost"]},
                 )
-            found = scrape(api)
-        assert value(found, "anneal_database_up") == 1
-        assert value(found, "anneal_broker_up") == 1
-        assert value(found, "anneal_runs", status="running") == 1
-        assert value(found, "anneal_runs", status="pending") == value(found, "anneal_queue_depth") == 1
-        assert value(found, "anneal_runs", status="checkpointing") == 0
-        assert 3590 < (value(found, "anneal_queue_oldest_seconds") or 0) < 3700
-        assert value(found, "anneal_runs_created_last_day", status="failed") == 1
-        assert value(found, "anneal_runs_created_last_day", status="running") == 1
-        assert value(found, "anneal_attempts_ended_last_day", outcome="retried") == 1
-        assert value(found, "anneal_attempts_ended_last_day", outcome="failed") == 1
-        assert value(found, "anneal_attempts_ended_last_day", outcome="lost") == 0
-        assert value(found, "anneal_run_step", run_id=made["trains"]) == 7
-        assert value(found, "anneal_run_planned_steps", run_id=made["trains"]) == 90
-        assert value(found, "anneal_run_step", run_id=made["fails"]) is None
-        assert value(found, "anneal_workers", state="online") == 3
-        assert value(found, "anneal_devices", kind="cpu", state="busy") == 1
-        assert value(found, "anneal_devices", kind="cpu", state="free") == 2
-        assert [name for name, _ in found if name == "anneal_build_info"]
+            metrics = scrape(api)
+        assert value(metrics, "anneal_database_up") == 1
+        assert value(metrics, "anneal_broker_up") == 1
+        assert value(metrics, "anneal_runs", status="running") == 1
+        assert value(metrics, "anneal_runs", status="pending") == value(metrics, "anneal_queue_depth") == 1
+        assert value(metrics, "anneal_runs", status="checkpointing") == 0
+        assert 3590 < (value(metrics, "anneal_queue_oldest_seconds") or 0) < 3700
+        assert value(metrics, "anneal_runs_created_last_day", status="failed") == 1
+        assert value(metrics, "anneal_runs_created_last_day", status="running") == 1
+        assert value(metrics, "anneal_attempts_ended_last_day", outcome="retried") == 1
+        assert value(metrics, "anneal_attempts_ended_last_day", outcome="failed") == 1
+        assert value(metrics, "anneal_attempts_ended_last_day", outcome="lost") == 0
+        assert value(metrics, "anneal_run_step", run_id=run_ids["trains"]) == 7
+        assert value(metrics, "anneal_run_planned_steps", run_id=run_ids["trains"]) == 90
+        assert value(metrics, "anneal_run_step", run_id=run_ids["fails"]) is None
+        assert value(metrics, "anneal_workers", state="online") == 3
+        assert value(metrics, "anneal_devices", kind="cpu", state="busy") == 1
+        assert value(metrics, "anneal_devices", kind="cpu", state="free") == 2
+        assert [name for name, _ in metrics if name == "anneal_build_info"]
 
     async def test_of_a_run_that_began_long_ago_the_losses_still_count_and_its_creation_does_not(
         self, settings: Settings, engine: Engine
@@ -127,7 +127,7 @@ class TestTheState:
     async def _taken(self, settings: Settings) -> Any:
         reading = async_engine(settings.database_url or "")
         try:
-            taken = await Snapshots(reading, settings).latest()
+            taken = await Snapshots(reading, settings).latest_snapshot()
         finally:
             await reading.dispose()
         assert taken is not None
@@ -137,10 +137,10 @@ class TestTheState:
         reading = async_engine(settings.database_url or "")
         snapshots = Snapshots(reading, settings)
         try:
-            found = await asyncio.gather(*(snapshots.latest() for _ in range(20)))
-            assert len({id(one) for one in found}) == 1
+            results = await asyncio.gather(*(snapshots.latest_snapshot() for _ in range(20)))
+            assert len({id(one) for one in results}) == 1
             add_run(engine)
-            assert await snapshots.latest() is found[0], "for some seconds the same is told"
+            assert await snapshots.latest_snapshot() is results[0], "for some seconds the same is told"
         finally:
             await reading.dispose()
 
@@ -159,12 +159,12 @@ class TestWithoutADatabase:
 
     def test_a_scrape_still_answers_and_says_so(self, api: ApiServer) -> None:
         """With what is true of the process; what was true of the runs is not told any more."""
-        found = scrape(api)
-        assert value(found, "anneal_database_up") == 0
-        assert value(found, "anneal_queue_depth") is None
-        assert value(found, "anneal_runs", status="pending") is None
-        assert (value(found, "process_resident_memory_bytes") or 0) > 1e6
-        assert value(found, "anneal_http_requests_total", method="GET", route="/metrics", status="200") == 1
+        metrics = scrape(api)
+        assert value(metrics, "anneal_database_up") == 0
+        assert value(metrics, "anneal_queue_depth") is None
+        assert value(metrics, "anneal_runs", status="pending") is None
+        assert (value(metrics, "process_resident_memory_bytes") or 0) > 1e6
+        assert value(metrics, "anneal_http_requests_total", method="GET", route="/metrics", status="200") == 1
 
     def test_a_key_that_was_known_opens_nothing_else_and_no_other_key_opens_it(self, api: ApiServer) -> None:
         assert api.client.get("/metrics").status_code == 200
@@ -182,15 +182,15 @@ class TestWithoutADatabase:
         reading = async_engine(settings.database_url or "")
         verifying = KeyVerifier(session_maker(reading))
         try:
-            for one in (key, lasting):
-                assert await verifying.verify(one) and verifying.known(one)
+            for valid_key in (key, lasting):
+                assert await verifying.verify_key(valid_key) and verifying.recently_verified(valid_key)
             revoke_key_sync(settings, next(it.id for it in list_keys_sync(settings) if it.name == "y"))
-            assert await verifying.verify(lasting) is None
-            assert verifying.known(lasting) is None
+            assert await verifying.verify_key(lasting) is None
+            assert verifying.recently_verified(lasting) is None
             later = time.monotonic() + 301
             # The module's own clock alone: with the process's clock stopped, the event loop would end a minute late.
             monkeypatch.setattr(verifier, "time", SimpleNamespace(monotonic=lambda: later))
-            assert verifying.known(key) is None
+            assert verifying.recently_verified(key) is None
         finally:
             await reading.dispose()
 
@@ -204,34 +204,34 @@ class TestRequests:
             api.client.get(f"/nowhere/{number}")
             api.client.request("PROPFIND", f"/nowhere/{number}")
         api.client_with(None).get("/v1/runs/secret")
-        found = scrape(api)
+        metrics = scrape(api)
         get = {"method": "GET"}
-        assert value(found, "anneal_http_requests_total", **get, route="/v1/runs/{run_id}", status="404") == 2
+        assert value(metrics, "anneal_http_requests_total", **get, route="/v1/runs/{run_id}", status="404") == 2
         artifact = "/v1/runs/{run_id}/artifacts/{path}"
-        assert value(found, "anneal_http_requests_total", **get, route=artifact, status="404") == 1
-        assert value(found, "anneal_http_requests_total", **get, route="unmatched", status="404") == 5
-        assert value(found, "anneal_http_requests_total", **get, route="unmatched", status="401") == 1
-        methods = {dict(labels)["method"] for name, labels in found if name == "anneal_http_requests_total"}
+        assert value(metrics, "anneal_http_requests_total", **get, route=artifact, status="404") == 1
+        assert value(metrics, "anneal_http_requests_total", **get, route="unmatched", status="404") == 5
+        assert value(metrics, "anneal_http_requests_total", **get, route="unmatched", status="401") == 1
+        methods = {dict(labels)["method"] for name, labels in metrics if name == "anneal_http_requests_total"}
         assert methods == {"GET", "other"}
         count = "anneal_http_request_duration_seconds_count"
-        assert value(found, count, **get, route="/v1/runs/{run_id}") == 2
+        assert value(metrics, count, **get, route="/v1/runs/{run_id}") == 2
 
     def test_an_open_stream_counts_as_answered_when_it_begins(self, api: ApiServer, engine: Engine) -> None:
         run = make_run(api.client, make_dataset(engine))["id"]
         with api.client.stream("GET", f"/v1/runs/{run}/events") as answer:
             body = answer.iter_bytes()
             next(body)
-            found = scrape(api)
+            metrics = scrape(api)
         route = "/v1/runs/{run_id}/events"
-        assert value(found, "anneal_http_requests_total", method="GET", route=route, status="200") == 1
+        assert value(metrics, "anneal_http_requests_total", method="GET", route=route, status="200") == 1
 
     def test_every_route_of_the_app_has_a_template_of_its_own(self, api: ApiServer) -> None:
         document = api.client.get("/openapi.json").json()
-        asked = [path for path, item in document["paths"].items() if "get" in item and "{" in path]
-        for path in asked:
+        templates = [path for path, item in document["paths"].items() if "get" in item and "{" in path]
+        for path in templates:
             api.client.get(path.replace("{", "").replace("}", ""))
-        found = {dict(labels)["route"] for name, labels in scrape(api) if name == "anneal_http_requests_total"}
-        assert set(asked) <= {route.replace(":path", "") for route in found}
+        counted = {dict(labels)["route"] for name, labels in scrape(api) if name == "anneal_http_requests_total"}
+        assert set(templates) <= {route.replace(":path", "") for route in counted}
 
     def test_what_is_mounted_counts_as_one_route(self) -> None:
         scope: Scope = {"type": "http", "path": "/dashboard/some/file.js", "root_path": "/dashboard"}
@@ -266,7 +266,13 @@ class TestStreams:
         async def write(first: int, ts: float) -> None:
             def store() -> None:
                 with engine.begin() as connection:
-                    append(connection, run_id, claimed.lease_epoch, first, [NewEvent.of("log", ts, {"line": "x"})])
+                    append_events(
+                        connection,
+                        run_id,
+                        claimed.lease_epoch,
+                        first,
+                        [NewEvent.from_payload("log", ts, {"line": "x"})],
+                    )
 
             await asyncio.to_thread(store)
 
@@ -278,14 +284,14 @@ class TestStreams:
         seen: list[int] = []
 
         async def read() -> None:
-            async for _, frames in streams.batches(RunSource(run_id), 0):
+            async for _, frames in streams.stream_batches(RunSource(run_id), 0):
                 seen.extend(frame.seq for frame in frames)
 
         reader = asyncio.create_task(read())
         try:
 
             async def is_live() -> bool:
-                return streams.load() == (1, 0, 0) and len(seen) >= 3  # pending, initializing, the line
+                return streams.measure_load() == (1, 0, 0) and len(seen) >= 3  # pending, initializing, the line
 
             await eventually_async(is_live)
             assert observed() == (0, 0)
@@ -309,14 +315,14 @@ class TestStreams:
             await streams.close()
             await queue.close()
             await reading.dispose()
-        assert streams.load() == (0, 0, 0)
+        assert streams.measure_load() == (0, 0, 0)
 
     async def test_what_a_slow_reader_has_yet_to_take_is_the_backlog(self, settings: Settings, engine: Engine) -> None:
         run_id = add_run(engine).id
         claimed = claim(engine, add_worker(engine))
         reading, queue = async_engine(settings.database_url or ""), Broker(settings)
         streams = Streams(reading, queue)
-        slow, fast = streams.batches(RunSource(run_id), 0), streams.batches(RunSource(run_id), 0)
+        slow, fast = streams.stream_batches(RunSource(run_id), 0), streams.stream_batches(RunSource(run_id), 0)
         try:
             await anext(slow)
 
@@ -325,16 +331,16 @@ class TestStreams:
                     pass
 
             ahead = asyncio.create_task(run_ahead())
-            new = [NewEvent.of("log", time.time(), {"line": "x"}) for _ in range(40)]
+            new = [NewEvent.from_payload("log", time.time(), {"line": "x"}) for _ in range(40)]
 
             def store() -> None:
                 with engine.begin() as connection:
-                    append(connection, run_id, claimed.lease_epoch, 1, new)
+                    append_events(connection, run_id, claimed.lease_epoch, 1, new)
 
             await asyncio.to_thread(store)
 
             async def shows() -> bool:
-                return streams.load()[2] >= 40
+                return streams.measure_load()[2] >= 40
 
             await eventually_async(shows)
             ahead.cancel()

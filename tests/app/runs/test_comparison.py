@@ -21,19 +21,19 @@ def api(emptied_api: ApiServer) -> ApiServer:
 
 def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
-    one = Trainer(engine, make_run(api.client, dataset, config={"lora_r": 8}, name="small")["id"]).begin()
-    one.metric(1, loss=3.0)
-    one.metric(2, loss=2.0)
-    one.events("eval", {"step": 2, "metrics": {"loss": 2.5}})
-    one.complete()
+    small = Trainer(engine, make_run(api.client, dataset, config={"lora_r": 8}, name="small")["id"]).begin()
+    small.metric(1, loss=3.0)
+    small.metric(2, loss=2.0)
+    small.events("eval", {"step": 2, "metrics": {"loss": 2.5}})
+    small.complete()
     two = make_run(api.client, dataset, config={"lora_r": 16})
-    answer = api.client.get("/v1/runs/compare", params={"ids": f"{two['id']}, {one.run_id}"})
+    answer = api.client.get("/v1/runs/compare", params={"ids": f"{two['id']}, {small.run_id}"})
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    assert [run["run_id"] for run in found["runs"]] == [two["id"], one.run_id]
-    assert found["differences"] == {"config.lora_r": {two["id"]: 16, one.run_id: 8}}
-    assert found["common"]["config.base_model"] == "any" and found["common"]["dataset_id"] == dataset
-    waiting, ended = found["runs"]
+    comparison = answer.json()
+    assert [run["run_id"] for run in comparison["runs"]] == [two["id"], small.run_id]
+    assert comparison["differences"] == {"config.lora_r": {two["id"]: 16, small.run_id: 8}}
+    assert comparison["common"]["config.base_model"] == "any" and comparison["common"]["dataset_id"] == dataset
+    waiting, ended = comparison["runs"]
     assert (waiting["status"], waiting["seconds"], waiting["metrics"]) == ("pending", None, {})
     assert (ended["name"], ended["status"], ended["seconds"] >= 0) == ("small", "completed", True)
     assert ended["metrics"]["loss"] == {"last_step": 2, "last": 2.0, "min": 2.0, "max": 3.0}
@@ -42,30 +42,30 @@ def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: 
 
 def test_reports_which_resources_differ(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
-    one, two = (make_run(api.client, dataset)["id"] for _ in range(2))
-    asked = {"devices": 2, "sharding": "full"}  # of a version without the other fields
-    mark_run(engine, two, resources=asked, devices_needed=2)
-    found = api.client.get("/v1/runs/compare", params={"ids": f"{one},{two}"}).json()
-    assert found["differences"] == {
-        "resources.devices": {one: 1, two: 2},
-        "resources.sharding": {one: "auto", two: "full"},
+    first, second = (make_run(api.client, dataset)["id"] for _ in range(2))
+    old_resources = {"devices": 2, "sharding": "full"}  # of a version without the other fields
+    mark_run(engine, second, resources=old_resources, devices_needed=2)
+    comparison = api.client.get("/v1/runs/compare", params={"ids": f"{first},{second}"}).json()
+    assert comparison["differences"] == {
+        "resources.devices": {first: 1, second: 2},
+        "resources.sharding": {first: "auto", second: "full"},
     }
-    assert (found["common"]["resources.hosts"], found["common"]["resources.labels"]) == (1, [])
+    assert (comparison["common"]["resources.hosts"], comparison["common"]["resources.labels"]) == (1, [])
 
 
 def test_has_the_values_in_effect_and_those_that_actions_changed(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
-    one, two = (make_run(api.client, dataset)["id"] for _ in range(2))
-    ids = {"ids": f"{one},{two}"}
-    mark_run(engine, one, effective_config={"learning_rate": 1e-5, "max_steps": 70, "dtype": "bfloat16"})
-    found = api.client.get("/v1/runs/compare", params=ids).json()
-    assert found["differences"] == {
-        "config.learning_rate": {one: 1e-5, two: 2e-4},
-        "config.max_steps": {one: 70, two: None},
+    first, second = (make_run(api.client, dataset)["id"] for _ in range(2))
+    ids = {"ids": f"{first},{second}"}
+    mark_run(engine, first, effective_config={"learning_rate": 1e-5, "max_steps": 70, "dtype": "bfloat16"})
+    comparison = api.client.get("/v1/runs/compare", params=ids).json()
+    assert comparison["differences"] == {
+        "config.learning_rate": {first: 1e-5, second: 2e-4},
+        "config.max_steps": {first: 70, second: None},
     }, "not the device's choice of a run that has started, beside one that has not"
-    mark_run(engine, two, effective_config={"learning_rate": 1e-5, "max_steps": 70, "dtype": "float32"})
-    found = api.client.get("/v1/runs/compare", params=ids).json()
-    assert found["differences"] == {"config.dtype": {one: "bfloat16", two: "float32"}}
+    mark_run(engine, second, effective_config={"learning_rate": 1e-5, "max_steps": 70, "dtype": "float32"})
+    comparison = api.client.get("/v1/runs/compare", params=ids).json()
+    assert comparison["differences"] == {"config.dtype": {first: "bfloat16", second: "float32"}}
 
 
 def test_says_where_losses_cannot_be_compared(api: ApiServer, engine: Engine) -> None:

@@ -39,14 +39,14 @@ def left_of(engine: Engine, run_id: str) -> dict[str, int]:
     tables = {"events": RunEvent, "curves": MetricRollup, "run_deletions": RunDeletion}
     in_feed = "SELECT count(*) FROM (TABLE event_feed UNION ALL TABLE event_feed_queue) AS f WHERE run_id = :id"
     with engine.connect() as connection:
-        found = {
+        counts = {
             name: connection.scalar(select(func.count()).select_from(table).where(table.run_id == run_id)) or 0
             for name, table in tables.items()
         }
-        found["feed"] = connection.scalar(text(in_feed), {"id": run_id}) or 0
+        counts["feed"] = connection.scalar(text(in_feed), {"id": run_id}) or 0
         for table in ("run_attempts", "checkpoints"):
-            found[table] = connection.scalar(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run_id})
-    return found
+            counts[table] = connection.scalar(text(f"SELECT count(*) FROM {table} WHERE run_id = :id"), {"id": run_id})
+    return counts
 
 
 class TestEdit:
@@ -71,8 +71,8 @@ class TestEdit:
 
     def test_a_checkpoint_can_be_pinned_and_unpinned(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
-        (found,) = shared_api.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
-        path = f"/v1/runs/{run_id}/checkpoints/{found['id']}"
+        (listed,) = shared_api.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
+        path = f"/v1/runs/{run_id}/checkpoints/{listed['id']}"
         for pinned in (True, False):
             assert shared_api.client.patch(path, json={"pinned": pinned}).json()["pinned"] is pinned
             assert shared_api.client.get(path).json()["pinned"] is pinned
@@ -152,8 +152,8 @@ class TestDeleteExperiment:
         assert (refused.status_code, refused.json()["code"]) == (409, "experiment_is_live")
         assert child in refused.json()["detail"]
         shared_api.client.post(f"/v1/runs/{child}/stop")
-        for kept in ("", "?cascade=false"):
-            refused = shared_api.client.delete(f"/v1/experiments/{experiment}{kept}")
+        for query in ("", "?cascade=false"):
+            refused = shared_api.client.delete(f"/v1/experiments/{experiment}{query}")
             assert (refused.status_code, refused.json()["code"]) == (409, "experiment_not_empty")
             counts = "4 runs (3 completed, 1 cancelled), 3 checkpoints and 3 models"
             assert counts in refused.json()["detail"] and "?cascade=true" in refused.json()["detail"]

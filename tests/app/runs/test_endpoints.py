@@ -57,20 +57,20 @@ def test_extra_evaluation_sets_stay_with_a_run_and_those_that_resume_it(
 ) -> None:
     sets = {"math": make_dataset(engine), "code": make_dataset(engine), "same": dataset}
     evaluated = {"base_model": "any", "eval_split": 0.5, "eval_steps": 10}
-    made = api.client.post("/v1/runs", json=body(dataset, config=evaluated, extra_eval_datasets=sets)).json()
-    Trainer(engine, made["id"]).begin().fail()
+    created = api.client.post("/v1/runs", json=body(dataset, config=evaluated, extra_eval_datasets=sets)).json()
+    Trainer(engine, created["id"]).begin().fail()
     other = make_run(api.client, dataset)
-    resumed = api.client.post(f"/v1/runs/{made['id']}/resume", json={"from": "start"}).json()
+    resumed = api.client.post(f"/v1/runs/{created['id']}/resume", json={"from": "start"}).json()
     full = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
     listed = {run["id"]: run["extra_eval_datasets"] for run in full}
-    assert listed == {made["id"]: sets, resumed["id"]: sets, other["id"]: {}}
-    for run in (made, resumed):
+    assert listed == {created["id"]: sets, resumed["id"]: sets, other["id"]: {}}
+    for run in (created, resumed):
         assert run["extra_eval_datasets"] == sets
         assert api.client.get(f"/v1/runs/{run['id']}").json()["extra_eval_datasets"] == sets
-    compared = api.client.get("/v1/runs/compare", params={"ids": f"{made['id']},{other['id']}"}).json()
-    assert compared["differences"]["extra_eval_datasets"] == {made["id"]: sets, other["id"]: {}}
+    compared = api.client.get("/v1/runs/compare", params={"ids": f"{created['id']},{other['id']}"}).json()
+    assert compared["differences"]["extra_eval_datasets"] == {created["id"]: sets, other["id"]: {}}
     api.client.post(f"/v1/runs/{resumed['id']}/stop")
-    for run in (resumed, made):
+    for run in (resumed, created):
         assert api.client.delete(f"/v1/datasets/{sets['code']}").json()["code"] == "dataset_in_use"
         assert api.client.delete(f"/v1/runs/{run['id']}").status_code == 204
     assert api.client.delete(f"/v1/datasets/{sets['code']}").status_code == 204
@@ -136,10 +136,10 @@ class TestResources:
     def test_are_stored_and_shown_with_what_a_device_must_have(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        asked = {"kind": "cuda", "gpu": None, "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
-        run = make_run(api.client, dataset, resources=asked)
+        resources = {"kind": "cuda", "gpu": None, "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
+        run = make_run(api.client, dataset, resources=resources)
         defaults = {"devices": 1, "hosts": 1, "sharding": "auto", "sequence_parallel": 1, "expert_parallel": 1}
-        assert run["resources"] == {**asked, **defaults}
+        assert run["resources"] == {**resources, **defaults}
         needs = {"kind": "cuda", "memory_mb": 24_000, "labels": ["gpu=h100", "site-b"]}
         assert run["requirements"] == {
             **needs,
@@ -223,20 +223,22 @@ class TestResources:
         add_worker(engine, 3, kind="cuda", backends=["celery"])
         add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[4000, 9000], labels=["site-b"])
         body = {"backend": "celery", "dataset_id": dataset, "config": {"base_model": "org/model"}}
-        for asked, number in (
+        for requested, number in (
             ({}, 3),  # a run of no certain kind is for a GPU
             ({"kind": "cpu"}, 6),
             ({"labels": ["site-b"]}, 2),
             ({"memory_mb": 9000}, 1),
         ):
-            resources = {**asked, "devices": "all"}
+            resources = {**requested, "devices": "all"}
             run = make_run(api.client, **body, resources=resources)
             row = run_row(engine, run["id"])
-            assert (run["resources"]["devices"], row.devices_needed) == (number, number), asked
+            assert (run["resources"]["devices"], row.devices_needed) == (number, number), requested
             estimate = api.client.post("/v1/runs/estimate", json={**body, "resources": resources}).json()
             assert (
                 estimate
-                == api.client.post("/v1/runs/estimate", json={**body, "resources": {**asked, "devices": number}}).json()
+                == api.client.post(
+                    "/v1/runs/estimate", json={**body, "resources": {**requested, "devices": number}}
+                ).json()
             )
         refused = {**body, "resources": {"devices": "all", "labels": ["site-c"]}}
         assert not api.client.post("/v1/runs/validate", json=refused).json()["valid"]
@@ -250,17 +252,17 @@ class TestResources:
         add_worker(engine, kind="cuda", backends=["celery"], memory_mb=[80_000] * 4)
         add_worker(engine, backends=["celery"], memory_mb=[1_000_000] * 4)
 
-        def made(method: str, **asked: Any) -> Any:
+        def create_run(method: str, **requested: Any) -> Any:
             config = {"base_model": "qwen", "method": method, "max_seq_length": 512}
-            resources = {"devices": 4, **asked}
+            resources = {"devices": 4, **requested}
             return make_run(api.client, dataset, backend="celery", config=config, resources=resources)["requirements"]
 
-        small, large, whole = made("qlora"), made("full"), made("full", sharding="none")
+        small, large, whole = create_run("qlora"), create_run("full"), create_run("full", sharding="none")
         assert [needs["sharded"] for needs in (small, large, whole)] == [False, True, False]
         assert large["estimated_mb"]["cuda"] < 80_000 < whole["estimated_mb"]["cuda"]
-        divided = made("qlora", sharding="full")
+        divided = create_run("qlora", sharding="full")
         assert divided["sharded"] and divided["estimated_mb"]["cuda"] < small["estimated_mb"]["cuda"]
-        assert not made("full", kind="cpu")["sharded"], "the memory of the CPU worker is enough"
+        assert not create_run("full", kind="cpu")["sharded"], "the memory of the CPU worker is enough"
 
     @pytest.mark.parametrize(
         ("config", "says"),
@@ -280,8 +282,8 @@ class TestResources:
         add_worker(engine, backends=["celery"], memory_mb=[80_000] * 2)
         data = make_dataset(engine, format="preference" if config["method"] in ("reward", "dpo") else "chat")
         body = {"dataset_id": data, "backend": "celery", "config": {"base_model": "org/model", **config}}
-        asked = {"resources": {"devices": 2, "sharding": "full"}}
-        errors = api.client.post("/v1/runs", json={**body, **asked}).json()["errors"]
+        fields = {"resources": {"devices": 2, "sharding": "full"}}
+        errors = api.client.post("/v1/runs", json={**body, **fields}).json()["errors"]
         assert {(error["field"], error["code"]) for error in errors} == {("resources.sharding", "not_supported")}
         assert len(errors) == len(says) and all(word in one["message"] for word, one in zip(says, errors, strict=True))
         for sharding, devices in (("auto", 2), ("none", 2), ("full", 1)):
@@ -426,29 +428,31 @@ class TestRead:
 
 class TestList:
     def test_pages_through_all_runs_newest_first(self, api: ApiServer, dataset: str) -> None:
-        made = [make_run(api.client, dataset)["id"] for _ in range(5)]
+        run_ids = [make_run(api.client, dataset)["id"] for _ in range(5)]
         seen: list[str] = []
         page = api.client.get("/v1/runs", params={"limit": 2}).json()
         seen += [run["id"] for run in page["data"]]
         while page["has_more"]:
             page = api.client.get("/v1/runs", params={"limit": 2, "after": seen[-1]}).json()
             seen += [run["id"] for run in page["data"]]
-        assert seen == made[::-1]
+        assert seen == run_ids[::-1]
 
     def test_filters(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         experiment = make_experiment(engine)
-        one = make_run(api.client, dataset, experiment_id=experiment, tags=["x", "y"])["id"]
+        tagged = make_run(api.client, dataset, experiment_id=experiment, tags=["x", "y"])["id"]
         two = make_run(api.client, dataset, config={"base_model": "other"})["id"]
         api.client.post(f"/v1/runs/{two}/stop")
 
         def ids(**filters: Any) -> list[str]:
             return [run["id"] for run in api.client.get("/v1/runs", params=filters).json()["data"]]
 
-        assert ids() == [two, one]
-        assert ids(experiment_id=experiment) == ids(tag="y") == ids(base_model="any") == ids(status="pending") == [one]
+        assert ids() == [two, tagged]
+        assert (
+            ids(experiment_id=experiment) == ids(tag="y") == ids(base_model="any") == ids(status="pending") == [tagged]
+        )
         assert ids(status="cancelled") == ids(base_model="other") == [two]
-        assert ids(status=["cancelled", "pending"]) == [two, one]
-        assert ids(tag="z") == ids(parent_run_id=one) == []
+        assert ids(status=["cancelled", "pending"]) == [two, tagged]
+        assert ids(tag="z") == ids(parent_run_id=tagged) == []
 
     def test_an_order_that_is_not_there_is_refused_rather_than_ignored(self, api: ApiServer) -> None:
         assert api.client.get("/v1/runs", params={"sort": "created_at"}).status_code == 200

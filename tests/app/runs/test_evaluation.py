@@ -96,8 +96,8 @@ class TestRequest:
         run_id, _ = trained(api, engine, dataset, extra={"double_quant": True, "eval_on_start": True})
         other = make_dataset(engine)
         add_worker(engine, devices=2, backends=["celery"])
-        asked = {"max_eval_rows": "1k", "extra": {"eval_batch_size": 3}}
-        answer = evaluate(api, run_id, other, config=asked, tags=["t"], priority=3, resources={"devices": 2})
+        overrides = {"max_eval_rows": "1k", "extra": {"eval_batch_size": 3}}
+        answer = evaluate(api, run_id, other, config=overrides, tags=["t"], priority=3, resources={"devices": 2})
         run = answer.json()
         assert answer.status_code == 202 and answer.headers["location"] == f"/v1/runs/{run['id']}"
         assert (run["task"], run["status"], run["dataset_id"]) == ("evaluate", "pending", other)
@@ -106,15 +106,17 @@ class TestRequest:
         parent = api.client.get(f"/v1/runs/{run_id}").json()
         assert parent["task"] == "train" and run["experiment_id"] == parent["experiment_id"]
         config = run["config"]
-        kept = {"method": "lora", "lora_r": 8, "batch_size": 2, "base_model": "tiny"}
-        assert {name: config[name] for name in kept} == kept
+        inherited = {"method": "lora", "lora_r": 8, "batch_size": 2, "base_model": "tiny"}
+        assert {name: config[name] for name in inherited} == inherited
         assert (config["max_eval_rows"], config["extra"]) == (1000, {"double_quant": True, "eval_batch_size": 3})
         assert (config["report_to"], config["eval_steps"], config["eval_split"]) == ([], None, 0.0)
         assert (config["sample_steps"], config["sample_prompts"]) == (None, [])
         row = run_row(engine, run["id"])
         assert (run["resources"]["devices"], row.devices_needed) == (2, 2)
-        given = row.user_set_fields
-        assert {"lora_r", "max_eval_rows"} <= set(given) and not {"eval_steps", "report_to"} & set(given)
+        user_set_fields = row.user_set_fields
+        assert {"lora_r", "max_eval_rows"} <= set(user_set_fields) and not {"eval_steps", "report_to"} & set(
+            user_set_fields
+        )
         assert events_of(engine, run["id"])[0].data["reason"] == f"evaluates {run_id}"
         assert not run["requirements"]["sharded"]
 
@@ -159,11 +161,11 @@ class TestRequest:
         run_id, saved = trained(api, engine, dataset)
         with ThreadPoolExecutor(1) as pool, engine.begin() as connection:
             connection.execute(select(Run.id).where(Run.id == run_id).with_for_update())
-            asked = pool.submit(evaluate, api, saved, dataset)
+            evaluation = pool.submit(evaluate, api, saved, dataset)
             eventually(lambda: waits_for_a_lock(engine))
             connection.execute(select(Checkpoint.id).where(Checkpoint.id == saved).with_for_update())
             connection.rollback()
-            assert asked.result().status_code == 202, asked.result().text
+            assert evaluation.result().status_code == 202, evaluation.result().text
 
     def test_a_base_model_is_evaluated_without_an_adapter(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = evaluation_of(api, "tiny", dataset)
@@ -265,8 +267,8 @@ class TestRefusals:
         row = run_row(engine, run_id)
         names = [f"{number:04}{'q' * 190}" for number in range(400)]
         long = {"target_modules": names[:200], "modules_to_save": names[200:]}
-        given = [*row.user_set_fields, *long]
-        mark_run(engine, run_id, config={**row.config, **long}, user_set_fields=given)
+        user_set_fields = [*row.user_set_fields, *long]
+        mark_run(engine, run_id, config={**row.config, **long}, user_set_fields=user_set_fields)
         assert evaluation_of(api, run_id, dataset, config={"max_eval_rows": 5})["config"]["modules_to_save"]
 
     def test_an_evaluation_neither_resumes_nor_acts_nor_estimates(

@@ -62,8 +62,8 @@ class TestExport:
         trainer = trained(api, engine)
         path = f"/v1/runs/{trainer.run_id}/checkpoints/{trainer.checkpoint(40)}/export"
         trainer.fail()
-        made = {api.client.post(path, headers={"Idempotency-Key": "one"}).json()["id"] for _ in range(2)}
-        assert len(made) == 1
+        run_ids = {api.client.post(path, headers={"Idempotency-Key": "one"}).json()["id"] for _ in range(2)}
+        assert len(run_ids) == 1
 
     def test_is_refused_with_the_reason(self, api: ApiServer, engine: Engine) -> None:
         trainer = trained(api, engine)

@@ -72,15 +72,15 @@ def made(engine: Engine) -> list[dict[str, Any]]:
 
 def listed(api: ApiServer, limit: int, **query: Any) -> list[str]:
     """All ids, page by page."""
-    found: list[str] = []
+    run_ids: list[str] = []
     while True:
-        after = {"after": found[-1]} if found else {}
+        after = {"after": run_ids[-1]} if run_ids else {}
         answer = api.client.get("/v1/runs", params={"limit": limit, **query, **after})
         assert answer.status_code == 200, answer.text
         page = answer.json()
-        found += [run["id"] for run in page["data"]]
+        run_ids += [run["id"] for run in page["data"]]
         if not page["has_more"]:
-            return found
+            return run_ids
         assert len(page["data"]) == limit
 
 

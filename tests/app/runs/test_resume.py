@@ -67,7 +67,7 @@ class TestDeletionMeanwhile:
         self, api: ApiServer, engine: Engine, dataset: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parent, _ = stopped(api, engine, dataset, 20)
-        held = HeldCalls(monkeypatch, resuming_runs, "_configuration")
+        held = HeldCalls(monkeypatch, resuming_runs, "_merge_configuration")
         with ThreadPoolExecutor(1) as clients:
             resuming = clients.submit(resume, api, parent)
             assert held.started.wait(30)
@@ -321,13 +321,13 @@ def test_a_default_that_the_requested_cpu_replaces_conflicts_with_no_resume(
 
 def test_a_divided_model_keeps_its_optimizer_and_the_decision(api: ApiServer, engine: Engine, dataset: str) -> None:
     add_worker(engine, backends=["celery"], memory_mb=[80_000] * 2)
-    asked: dict[str, Any] = {"backend": "celery", "config": {"base_model": "org/model", "method": "full"}}
+    request: dict[str, Any] = {"backend": "celery", "config": {"base_model": "org/model", "method": "full"}}
     divided = {"devices": 2, "sharding": "full"}
-    parent, _ = stopped(api, engine, dataset, 20, **asked, resources=divided)
+    parent, _ = stopped(api, engine, dataset, 20, **request, resources=divided)
     for resources, sharded in ((None, True), ({"devices": 1}, False), ({"devices": 2, "sharding": "none"}, False)):
         child = child_of(api, parent, resources=resources)
         assert (child["requirements"]["sharded"], child["config"]["optim"]) == (sharded, "adamw_torch_fused")
-    replicas, _ = stopped(api, engine, dataset, 20, **asked, resources={"devices": 2}, priority=1)
+    replicas, _ = stopped(api, engine, dataset, 20, **request, resources={"devices": 2}, priority=1)
     (error,) = resume(api, replicas, resources=divided).json()["errors"]
     assert error["field"] == "resources.sharding" and "paged_adamw_8bit" in error["message"]
     assert not child_of(api, replicas)["requirements"]["sharded"]
@@ -398,9 +398,9 @@ def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
     api: ApiServer, engine: Engine, dataset: str
 ) -> None:
     add_worker(engine, 2, backends=["celery"])
-    asked = {"kind": "cuda", "memory_mb": 500, "sharding": "none", "devices": 2}
+    resources = {"kind": "cuda", "memory_mb": 500, "sharding": "none", "devices": 2}
     config = {"base_model": "org/model", "method": "lora", "batch_size": 2, "gradient_accumulation_steps": 2}
-    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=asked)
+    parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config, resources=resources)
     child = child_of(api, parent, resources={"devices": 1, "memory_mb": None})["resources"]
     assert child == {**run_row(engine, parent).resources, "devices": 1, "memory_mb": None}
     assert (child["kind"], child["sharding"]) == ("cuda", "none")
@@ -410,14 +410,14 @@ def test_a_resume_changes_the_resources_that_it_names_and_keeps_the_others(
 
 def test_null_resets_any_resource_of_a_resumed_run(api: ApiServer, engine: Engine, dataset: str) -> None:
     add_worker(engine, 2, backends=["celery"])
-    asked = Resources(
+    resources = Resources(
         kind="cuda", gpu="h100", memory_mb=500, hosts=2, devices=4, sharding="full", sequence_parallel=2,
         expert_parallel=2, labels=["site-b"],
     )  # fmt: skip
     config = {"base_model": "org/model", "method": "lora", "batch_size": 2, "gradient_accumulation_steps": 2}
     parent, _ = stopped(api, engine, dataset, 20, backend="celery", config=config)
     with engine.begin() as connection:
-        connection.execute(update(Run).where(Run.id == parent).values(resources=asked.model_dump()))
+        connection.execute(update(Run).where(Run.id == parent).values(resources=resources.model_dump()))
     child = child_of(api, parent, resources=dict.fromkeys(Resources.model_fields))
     assert child["resources"] == Resources().model_dump()
     (error,) = resume(api, parent, resources={"device": None}).json()["errors"]

@@ -28,7 +28,7 @@ from app.runs.events.feed import TRUNCATED
 from app.runs.events.frames import Frame
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
-from app.runs.retention import Policy, PruneResult, prune
+from app.runs.retention import Policy, PruneResult, run_prune
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import RunEvent, ensure_partitions
 from app.tables.runs import Run
@@ -121,8 +121,8 @@ class TestEvents:
         self, engine: Engine, made: Made, settings: Settings
     ) -> None:
         old, older = made.run(FEBRUARY), made.run(JANUARY)
-        found = prune(settings, Policy(events_days=30), dry_run=False)
-        assert found == PruneResult(months=["2025-01", "2025-02"])
+        result = run_prune(settings, Policy(events_days=30), dry_run=False)
+        assert result == PruneResult(months=["2025-01", "2025-02"])
         assert partitions(engine) == {"run_events_2025_03"}
         with ThreadServer(settings) as api:
             for trainer in (old, older):
@@ -131,7 +131,7 @@ class TestEvents:
                 assert row.first_seq == row.event_seq + 1
                 loss = api.client.get(f"/v1/runs/{trainer.run_id}/metrics").json()["series"]["loss"]
                 assert (loss["min"], loss["max"], loss["steps"][0], loss["steps"][-1]) == (0.0, 6.0, 0, 49)
-        assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
+        assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
     def test_other_runs_store_events_while_those_of_a_month_are_updated(
         self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +141,7 @@ class TestEvents:
         with ThreadPoolExecutor(1) as thread:
             with engine.begin() as reader:
                 reader.execute(select(Run.id).where(Run.id == old.run_id).with_for_update(read=True))
-                pruning = thread.submit(prune, settings, Policy(events_days=30), dry_run=False)
+                pruning = thread.submit(run_prune, settings, Policy(events_days=30), dry_run=False)
                 eventually(lambda: waiting_for_locks(engine) == 1, what="the update of the runs waits")
                 live.events("metric", {"step": 50, "loss": 1.0})
                 assert waiting_for_locks(engine) == 1 and not pruning.done()
@@ -151,7 +151,7 @@ class TestEvents:
         live, ended = made.run(JANUARY, ended=False), made.run(JANUARY)
         young = made.run(FEBRUARY)
         mark_run(engine, young.run_id, finished_at=datetime.now(UTC))
-        assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
+        assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
         assert all(events(engine, trainer.run_id) > 50 for trainer in (live, ended, young))
 
     def test_events_of_pinned_runs_stay_when_their_month_goes(
@@ -160,17 +160,17 @@ class TestEvents:
         pinned, other = made.run(JANUARY, pinned=True), made.run(JANUARY)
         before = events(engine, pinned.run_id)
         number_events(settings)
-        assert prune(settings, Policy(events_days=30), dry_run=False).months == ["2025-01"]
+        assert run_prune(settings, Policy(events_days=30), dry_run=False).months == ["2025-01"]
         assert (events(engine, pinned.run_id), events(engine, other.run_id)) == (before, 0)
         assert queued(engine) == {pinned.run_id, TRUNCATED}
         assert run_row(engine, pinned.run_id).first_seq == 1
         assert "run_events_2025_01" in partitions(engine)
-        assert prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
+        assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
     def test_a_stream_says_what_is_gone_and_how_the_run_has_ended(self, made: Made, settings: Settings) -> None:
         trainer, later = made.run(JANUARY), made.run(datetime.now(UTC))
         number_events(settings)
-        prune(settings, Policy(events_days=30), dry_run=False)
+        run_prune(settings, Policy(events_days=30), dry_run=False)
         with ThreadServer(settings) as api:
             with Anneal(api.url, api.key) as client:
                 gone, *rest = client.runs.all_events(after=0, types="end", follow=False)
@@ -196,7 +196,7 @@ class TestEvents:
         trainers = [end(made.run(JANUARY, ended=False)) for _, _, end in ends]
         for trainer in trainers:
             mark_run(made.engine, trainer.run_id, finished_at=JANUARY)
-        prune(settings, Policy(events_days=30), dry_run=False)
+        run_prune(settings, Policy(events_days=30), dry_run=False)
         with ThreadServer(settings) as api, Anneal(api.url, api.key) as client:
             there = {"ANNEAL_URL": api.url, "ANNEAL_API_KEY": api.key, "ANNEAL_HOME": str(settings.home)}
             for trainer, (how, code, _) in zip(trainers, ends, strict=True):
@@ -245,10 +245,10 @@ class TestReaders:
         """What comes behind the first of several batches, and the `seq` of the end."""
         trainer = made.run(JANUARY)
         last = run_row(made.engine, trainer.run_id).event_seq
-        batches = streams.batches(RunSource(trainer.run_id), 0, until=last if had_ended else None)
+        batches = streams.stream_batches(RunSource(trainer.run_id), 0, until=last if had_ended else None)
         _, first = await anext(batches)
         assert len(first) == 20
-        await asyncio.to_thread(prune, settings, policy, False)
+        await asyncio.to_thread(run_prune, settings, policy, False)
         async with asyncio.timeout(10):
             return [frame async for _, frames in batches for frame in frames], last
 
@@ -263,11 +263,11 @@ class TestCheckpoints:
             ids = list(connection.scalars(select(Checkpoint.id).order_by(Checkpoint.step)))
         mark_checkpoint(engine, ids[2], pinned=True)
         child = made.run(FEBRUARY, resume_checkpoint_id=ids[3])
-        would = prune(settings, Policy(checkpoints_days=30), dry_run=True)
+        would = run_prune(settings, Policy(checkpoints_days=30), dry_run=True)
         assert (would.checkpoints, would.checkpoint_bytes) == (2, 20) and all(folder.is_dir() for folder in folders)
-        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == would
+        assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False) == would
         assert [folder.is_dir() for folder in folders] == [False, True, True, True, False, True]
-        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
+        assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert child.run_id in runs(engine)
 
     def test_runs_that_are_live_young_or_pinned_keep_all(self, made: Made, settings: Settings) -> None:
@@ -275,7 +275,7 @@ class TestCheckpoints:
         young, pinned = made.run(JANUARY), made.run(JANUARY, pinned=True)
         mark_run(made.engine, young.run_id, finished_at=datetime.now(UTC))
         folders = [made.checkpoint(trainer, step) for trainer in (live, young, pinned) for step in (1, 2, 3)]
-        assert prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
+        assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert all(folder.is_dir() for folder in folders)
 
     def test_a_run_whose_checkpoints_cannot_be_judged_keeps_no_others(
@@ -289,7 +289,7 @@ class TestCheckpoints:
         with engine.begin() as connection:
             values = {"metrics": {"eval_loss": "x"}}
             connection.execute(update(Checkpoint).where(Checkpoint.run_id == odd.run_id).values(values))
-        assert prune(settings, Policy(checkpoints_days=30), dry_run=False).checkpoints == 1
+        assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False).checkpoints == 1
         assert [folder.is_dir() for folder in folders] == [True, True, False, True]
         assert len(reported) == 1 and odd.run_id in reported[0]
 
@@ -307,7 +307,7 @@ class TestCheckpoints:
             remove_checkpoint(storage, run_id, attempt, name)
 
         monkeypatch.setattr(Storage, "remove_checkpoint", refuse)
-        done = prune(settings, Policy(checkpoints_days=30, events_days=30), dry_run=False)
+        done = run_prune(settings, Policy(checkpoints_days=30, events_days=30), dry_run=False)
         assert [folder.is_dir() for folder in folders] == [True, True, False, True]
         assert done.months == ["2025-01", "2025-02"]
 
@@ -322,8 +322,8 @@ class TestRuns:
         made.run(JANUARY, points=1, parent_run_id=second.run_id)
         for _ in range(4):
             made.run(JANUARY, points=1)
-        assert prune(settings, Policy(runs_days=30), dry_run=True) == PruneResult(runs=7)
-        assert prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=7)
+        assert run_prune(settings, Policy(runs_days=30), dry_run=True) == PruneResult(runs=7)
+        assert run_prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=7)
         assert runs(engine) == set()
 
     def test_old_runs_go_with_those_that_only_they_needed(self, engine: Engine, made: Made, settings: Settings) -> None:
@@ -339,9 +339,9 @@ class TestRuns:
         holder = made.run(JANUARY)
         holder.checkpoint(1, pinned=True)
         young = made.run(datetime.now(UTC) - timedelta(days=1))
-        would = prune(settings, Policy(runs_days=30), dry_run=True)
+        would = run_prune(settings, Policy(runs_days=30), dry_run=True)
         assert would == PruneResult(runs=3) and base.run_id in runs(engine)
-        assert prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
+        assert run_prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
         assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, holder.run_id, young.run_id}
         assert events(engine, child.run_id) == 0
 
@@ -363,8 +363,8 @@ class TestRuns:
         policy = Policy(runs_days=30, events_days=30, checkpoints_days=30)
         try:
             for deleted in (0, 1):
-                found = await retention.Pruning(own, Storage(settings), policy, clock_watch=watch).all()
-                assert found.runs == deleted
+                result = await retention.Pruning(own, Storage(settings), policy, clock_watch=watch).apply_policy()
+                assert result.runs == deleted
         finally:
             await own.dispose()
         assert trainer.run_id not in runs(engine)

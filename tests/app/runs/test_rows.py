@@ -34,8 +34,8 @@ def dataset(engine: Engine) -> str:
 def rows(api: ApiServer, **query: Any) -> list[dict[str, Any]]:
     answer = api.client.get("/v1/runs", params={"view": "row", **query})
     assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["data"]
-    return found
+    data: list[dict[str, Any]] = answer.json()["data"]
+    return data
 
 
 def losses(trainer: Trainer, *values: float | None, first: int = 1) -> None:
@@ -71,10 +71,10 @@ class TestRows:
         prompts = make_dataset(engine, "prompt", ("prompt",))
         rewards = {"rewards": [{"type": "length", "max": 8}]}
         for points in (3, 300):  # from events, and from rollups
-            made = make_run(emptied_api.client, prompts, config={"method": "rlhf", "rlhf": rewards})
-            trainer = Trainer(engine, made["id"]).begin(total=400)
-            found = [{"step": step, "loss": 0.0, "extra": {"reward": float(step)}} for step in range(1, points + 1)]
-            trainer.events("metric", *found)
+            run = make_run(emptied_api.client, prompts, config={"method": "rlhf", "rlhf": rewards})
+            trainer = Trainer(engine, run["id"]).begin(total=400)
+            metrics = [{"step": step, "loss": 0.0, "extra": {"reward": float(step)}} for step in range(1, points + 1)]
+            trainer.events("metric", *metrics)
             row = rows(emptied_api)[0]
             assert "losses" not in row and (row["rewards"][0], row["rewards"][-1]) == (1.0, float(points))
             trainer.complete()
@@ -177,9 +177,9 @@ class TestCurves:
             trainers.append(trainer.complete())
         without = make_run(emptied_api.client, dataset)["id"]
         ids = [trainers[1].run_id, without, trainers[0].run_id]
-        found = emptied_api.client.get("/v1/runs/curves", params={"ids": ",".join(ids)}).json()
-        assert [one["run_id"] for one in found["data"]] == ids
-        first, empty, _ = found["data"]
+        curves = emptied_api.client.get("/v1/runs/curves", params={"ids": ",".join(ids)}).json()
+        assert [one["run_id"] for one in curves["data"]] == ids
+        first, empty, _ = curves["data"]
         assert first["series"]["values"] == [6.0, 4.0, 2.0] and first["epoch"]["values"] == [0.1, 0.2, 0.3]
         assert first["clock"]["steps"] == [1, 3] and first["clock"]["seconds"] == sorted(first["clock"]["seconds"])
         assert empty["series"]["steps"] == empty["clock"]["steps"] == []

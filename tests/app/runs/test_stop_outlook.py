@@ -150,8 +150,8 @@ class TestWithTheBestCheckpoint:
         assert shown["stop"]["mode"] == "best" and "step 10" in shown["stop"]["message"]
         trainer.cancel()
         listed = shared_api.client.get("/v1/runs", params={"limit": 1, "view": "full"}).json()["data"][0]
-        one = shared_api.client.get(f"/v1/runs/{trainer.run_id}").json()
-        assert listed["checkpoint_path"] == one["checkpoint_path"] == before["checkpoint_path"].replace("-30", "-10")
+        run = shared_api.client.get(f"/v1/runs/{trainer.run_id}").json()
+        assert listed["checkpoint_path"] == run["checkpoint_path"] == before["checkpoint_path"].replace("-30", "-10")
         path = f"/v1/runs/{trainer.run_id}/resume"
         children = [shared_api.client.post(path, json=body).json() for body in ({}, {"checkpoint_id": last})]
         assert [child["resume_checkpoint_id"] for child in children] == [best, last]

@@ -37,7 +37,7 @@ def _everything(settings: Settings) -> str:
 
 def _values(settings: Settings, *names: str) -> dict[str, str]:
     with sync_engine(settings.database_url or "", pool_size=0).connect() as connection:
-        return store.read(connection, settings, names)
+        return store.read_secrets(connection, settings, names)
 
 
 def _new_key() -> str:
@@ -45,10 +45,10 @@ def _new_key() -> str:
 
 
 def test_a_secret_is_kept_listed_replaced_and_deleted_and_never_shown(api: ApiServer, settings: Settings) -> None:
-    made = _put(api, "hf_token", TOKEN)
-    assert made.status_code == 200 and set(made.json()) == {"name", "created_at", "updated_at"}
+    created = _put(api, "hf_token", TOKEN)
+    assert created.status_code == 200 and set(created.json()) == {"name", "created_at", "updated_at"}
     again = _put(api, "hf_token", OTHER).json()
-    assert again["created_at"] == made.json()["created_at"] and again["updated_at"] > made.json()["updated_at"]
+    assert again["created_at"] == created.json()["created_at"] and again["updated_at"] > created.json()["updated_at"]
     _put(api, "another", TOKEN)
     listed = api.client.get("/v1/secrets")
     assert [item["name"] for item in listed.json()["data"]] == ["another", "hf_token"]
@@ -114,14 +114,14 @@ def test_rows_of_a_database_cannot_be_swapped_or_changed(api: ApiServer, setting
 
 def test_the_key_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     settings = Settings(home=tmp_path / "home")
-    first = Keyring.of(settings, make=True)
+    first = Keyring.from_settings(settings, make=True)
     assert stat.S_IMODE(settings.secret_key_path.stat().st_mode) == 0o600
-    assert Keyring.of(settings, make=True).sealing_id == first.sealing_id
+    assert Keyring.from_settings(settings, make=True).sealing_id == first.sealing_id
     assert [path.name for path in settings.home.iterdir()] == ["secret.key"]
     for mode in (0o604, 0o644, 0o620, 0o666):
         settings.secret_key_path.chmod(mode)
         with pytest.raises(KeyringError, match="chmod 600"):
-            Keyring.of(settings)
+            Keyring.from_settings(settings)
 
 
 @pytest.mark.parametrize("content", ["", "not base64!", "c2hvcnQ=", "ä"])
@@ -130,7 +130,7 @@ def test_a_broken_key_file_is_reported_without_its_content(tmp_path: Path, conte
     settings.secret_key_path.write_text(content)
     settings.secret_key_path.chmod(0o600)
     with pytest.raises(KeyringError, match="openssl rand"):
-        Keyring.of(settings)
+        Keyring.from_settings(settings)
 
 
 def test_a_machine_without_the_key_file_says_so_and_makes_no_second_one(api: ApiServer, settings: Settings) -> None:
@@ -154,8 +154,8 @@ def test_a_new_key_takes_over_in_three_steps_and_secrets_can_be_read_after_each(
     settings.secret_key_path.write_text(f"{new}\n{old}")
     assert _values(settings, "hf_token") == {"hf_token": TOKEN}
     with sync_engine(settings.database_url or "", pool_size=0).begin() as connection:
-        assert store.rotate(connection, settings) == 1
-        assert store.rotate(connection, settings) == 0
+        assert store.rotate_secrets(connection, settings) == 1
+        assert store.rotate_secrets(connection, settings) == 0
     assert _values(settings, "hf_token") == {"hf_token": TOKEN}
     settings.secret_key_path.write_text(f"{new}\n")
     assert _values(settings, "hf_token") == {"hf_token": TOKEN}

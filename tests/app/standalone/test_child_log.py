@@ -24,8 +24,8 @@ def test_the_logs_of_the_last_five_starts_are_kept_beside_the_new_one(path: Path
         ChildLog(path)
         ChildLog(path)  # a start without a line keeps nothing
         assert not path.exists()
-    kept = {number: path.with_name(f"api.log.{number}").read_text() for number in range(1, 6)}
-    assert kept == {number: f"start {8 - number}\n" for number in range(1, 6)}
+    earlier_logs = {number: path.with_name(f"api.log.{number}").read_text() for number in range(1, 6)}
+    assert earlier_logs == {number: f"start {8 - number}\n" for number in range(1, 6)}
     assert len(list(path.parent.iterdir())) == 5
 
 

@@ -108,8 +108,8 @@ class TestFirstStart:
         servers.start()
         sockets = {path.name: path.stat() for path in (home / "sockets").iterdir() if path.is_socket()}
         assert set(sockets) == {".s.PGSQL.5432", "valkey"}
-        for found in (*sockets.values(), (home / "sockets").stat()):
-            assert stat.S_IMODE(found.st_mode) == 0o700
+        for status in (*sockets.values(), (home / "sockets").stat()):
+            assert stat.S_IMODE(status.st_mode) == 0o700
         for server in servers.servers:
             connections = psutil.Process(process_of(server).pid).net_connections()
             assert not [connection for connection in connections if connection.status == "LISTEN"]
@@ -141,14 +141,14 @@ class TestFirstStart:
         servers = EmbeddedServers(home, durable=False)
         try:
             servers.start()
-            found = resolve_urls(Settings(home=home))
-            engine = sync_engine(found.database_url or "", pool_size=0)
+            urls = resolve_urls(Settings(home=home))
+            engine = sync_engine(urls.database_url or "", pool_size=0)
             with engine.connect() as connection:
                 assert connection.scalar(text("SELECT 1")) == 1
-            app = celery_app(found.redis_url or "")
+            app = celery_app(urls.redis_url or "")
             app.send_task(TASK, ignore_result=True)
             app.close()
-            with redis.Redis.from_url(found.redis_url or "") as client:
+            with redis.Redis.from_url(urls.redis_url or "") as client:
                 assert client.llen(QUEUE) == 1
         finally:
             servers.stop()
@@ -290,12 +290,12 @@ class TestAccounts:
         without_unshare(tmp_path / "bin", monkeypatch, ["setpriv", "sh", "id"])
         if os.geteuid() != 0:
             with pytest.raises(SetupError, match=r"ANNEAL_TRAINER_USER=.* owns the database"):
-                postgres._account(tmp_path, pwd.getpwuid(os.geteuid()).pw_name)
+                postgres._choose_account(tmp_path, pwd.getpwuid(os.geteuid()).pw_name)
             return
-        usual = postgres._account(tmp_path, None)
+        usual = postgres._choose_account(tmp_path, None)
         trainer = pwd.getpwuid(usual.owner[0]).pw_name
         try:
-            other = postgres._account(tmp_path, trainer)
+            other = postgres._choose_account(tmp_path, trainer)
         except SetupError as error:
             assert "than that of training processes (ANNEAL_TRAINER_USER)" in str(error)
         else:

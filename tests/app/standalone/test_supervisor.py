@@ -73,8 +73,8 @@ class Running:
 
     @property
     def connection(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.home / "connection.json").read_text())
-        return found
+        document: dict[str, Any] = json.loads((self.home / "connection.json").read_text())
+        return document
 
     @property
     def client(self) -> httpx.Client:
@@ -185,12 +185,12 @@ class TestReady:
         note.open()
         note.update(warm=is_warm)
         for _ in range(2):
-            up._poll()
+            up._poll_processes()
         (ready,) = said
         assert "Anneal is ready." in ready and ("libraries are still loading" in ready) is not is_warm
         note.update(warm=True)
         for _ in range(2):
-            up._poll()
+            up._poll_processes()
         assert said[1:] == ([] if is_warm else ["The training libraries are loaded: runs start at once."])
 
     def test_its_log_files_are_for_people(self, running: Running) -> None:
@@ -212,9 +212,9 @@ class TestReady:
         assert status.returncode == 0 and shown["ready"] and shown["up_pid"] == running.process.pid
         assert (shown["home"], shown["logs"]) == (str(running.home), str(running.home / "logs"))
         assert [worker["state"] for worker in shown["workers"]].count("online") == 1
-        made = programs.anneal("keys", "create", "laptop", **running.environment)
-        assert made.returncode == 0, made.stderr
-        headers = {"Authorization": f"Bearer {made.stdout.strip()}"}
+        created = programs.anneal("keys", "create", "laptop", **running.environment)
+        assert created.returncode == 0, created.stderr
+        headers = {"Authorization": f"Bearer {created.stdout.strip()}"}
         with httpx.Client(base_url=running.connection["url"], headers=headers, trust_env=False) as client:
             assert client.get("/readyz").status_code == 200
 
@@ -291,8 +291,8 @@ class TestEnd:
         before = running.connection
         # Now any user may listen on its port, and is sent nothing.
         with socket.create_server(("127.0.0.1", urlsplit(before["url"]).port or 0)) as listener:
-            asked = programs.anneal("runs", "list", **running.environment)
-            assert asked.returncode == 1 and "No service found" in asked.stderr
+            listed = programs.anneal("runs", "list", **running.environment)
+            assert listed.returncode == 1 and "No service found" in listed.stderr
             assert not select.select([listener], [], [], 0)[0]
         after = running.start().until_ready().connection
         assert after["api_key_id"] == before["api_key_id"] and after["api_key"] != before["api_key"]
@@ -338,7 +338,7 @@ class TestBackOff:
         supervised = SupervisedProcess(broken, said.append)
 
         def starts() -> bool:
-            supervised.tend()
+            supervised.check_process()
             return broken.starts >= 4
 
         eventually(starts, timeout=60)

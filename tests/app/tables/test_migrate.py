@@ -44,7 +44,7 @@ def test_models_and_migrations_describe_the_same_schema(settings: Settings) -> N
 
 def test_constraints_of_the_models_are_in_the_database(settings: Settings) -> None:
     """Autogenerate does not look at CHECK constraints, so they are compared by name and table."""
-    wanted = {
+    expected = {
         (table.name, str(constraint.name))
         for table in all_models().tables.values()
         for constraint in table.constraints
@@ -55,9 +55,9 @@ def test_constraints_of_the_models_are_in_the_database(settings: Settings) -> No
         " AND connamespace = 'public'::regnamespace"
     )
     with sync_engine(settings.database_url or "", pool_size=0).connect() as connection:
-        found = {(table, name) for table, name in connection.execute(query)}
-    assert len(wanted) > 20
-    assert {(table, _full(table, name)) for table, name in wanted} == found
+        actual = {(table, name) for table, name in connection.execute(query)}
+    assert len(expected) > 20
+    assert {(table, _full(table, name)) for table, name in expected} == actual
 
 
 def _full(table: str, name: str) -> str:
@@ -65,25 +65,25 @@ def _full(table: str, name: str) -> str:
 
 
 def test_migrating_twice_changes_nothing(empty: Settings) -> None:
-    assert migrate.upgrade(empty) == ("", migrate.head())
+    assert migrate.upgrade_schema(empty) == ("", migrate.needed_revision())
     tables = _tables(empty)
     assert {"runs", "run_events", "run_events_default", "alembic_version"} <= tables
-    assert migrate.upgrade(empty) == (migrate.head(), migrate.head())
+    assert migrate.upgrade_schema(empty) == (migrate.needed_revision(), migrate.needed_revision())
     assert _tables(empty) == tables
 
 
 def test_replicas_that_start_at_once_migrate_once(empty: Settings) -> None:
     with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(lambda _: migrate.upgrade(empty), range(6)))
-    assert sorted(before for before, _ in results) == [""] + [migrate.head()] * 5
-    assert {after for _, after in results} == {migrate.head()}
+        results = list(pool.map(lambda _: migrate.upgrade_schema(empty), range(6)))
+    assert sorted(before for before, _ in results) == [""] + [migrate.needed_revision()] * 5
+    assert {after for _, after in results} == {migrate.needed_revision()}
 
 
 def test_a_database_of_a_development_version_is_refused_with_a_sentence(settings: Settings) -> None:
     with sync_engine(settings.database_url or "", pool_size=0).begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0012'"))
     with pytest.raises(SetupError, match=r"development version.*use a new ANNEAL_HOME"):
-        migrate.upgrade(settings)
+        migrate.upgrade_schema(settings)
 
 
 def test_a_migration_that_fails_leaves_nothing(empty: Settings) -> None:
@@ -91,10 +91,10 @@ def test_a_migration_that_fails_leaves_nothing(empty: Settings) -> None:
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE checkpoints (x int)"))
     with pytest.raises(Exception, match="checkpoints"):
-        migrate.upgrade(empty)
+        migrate.upgrade_schema(empty)
     assert _tables(empty) == {"checkpoints"}
 
 
 def test_without_a_database_there_is_a_sentence(empty: Settings) -> None:
     with pytest.raises(ValueError, match="anneal up"):
-        migrate.upgrade(empty.model_copy(update={"database_url": None}))
+        migrate.upgrade_schema(empty.model_copy(update={"database_url": None}))

@@ -49,13 +49,13 @@ class ForeignSite:
         self._api = api
 
     def _answer(self, address: str) -> tuple[bytes, str]:
-        asked = urlsplit(address)
-        if self._api is None or asked.path in ("/empty", "/favicon.ico"):
+        url = urlsplit(address)
+        if self._api is None or url.path in ("/empty", "/favicon.ico"):
             return b"<!doctype html><title>Empty</title><link rel=icon href=data:,>", "text/html"
-        if asked.path == "/ticket":
-            run = parse_qs(asked.query)["run"][0]
-            made = self._api.client.post("/v1/stream-tickets", json={"run_id": run})
-            return made.content, "application/json"
+        if url.path == "/ticket":
+            run = parse_qs(url.query)["run"][0]
+            ticket = self._api.client.post("/v1/stream-tickets", json={"run_id": run})
+            return ticket.content, "application/json"
         return example_page(self._api.url).encode(), "text/html"
 
     def __enter__(self) -> "ForeignSite":

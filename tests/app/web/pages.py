@@ -23,8 +23,8 @@ def too_wide(page: Page) -> list[str]:
     try:
         page.wait_for_function(f"() => ({_TOO_WIDE})().length === 0", timeout=10_000)
     except TimeoutError:
-        found: list[str] = page.evaluate(_TOO_WIDE)
-        return found
+        selectors: list[str] = page.evaluate(_TOO_WIDE)
+        return selectors
     return []
 
 

@@ -21,7 +21,7 @@ def test_every_page_is_the_same_shell_without_data(shared_api: ApiServer, addres
         answer = browser.get(address)
         head = browser.head(address)
     assert answer.status_code == head.status_code == 200 and head.content == b""
-    assert answer.content == assets.load().shell.body
+    assert answer.content == assets.load_assets().shell.body
     assert answer.headers["content-security-policy"] == assets.CONTENT_SECURITY_POLICY
     assert answer.headers["cache-control"] == "no-cache" and answer.headers["content-type"].startswith("text/html")
 
@@ -50,7 +50,7 @@ def test_an_address_that_does_not_exist_is_a_page_for_browsers_and_an_error_for_
         assert (answer.status_code, answer.headers["location"]) == (303, "/login?next=%2Fno%2Fsuch-page")
         assert stranger.get("/v1/none", headers=page).status_code == 401
     answer = shared_api.client.get("/no/such-page", headers=page)
-    assert (answer.status_code, answer.content) == (404, assets.load().shell.body)
+    assert (answer.status_code, answer.content) == (404, assets.load_assets().shell.body)
     for address, headers in (("/no/such-page", {}), ("/v1/none", page), ("/assets/none", page)):
         answer = shared_api.client.get(address, headers=headers)
         assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json"), address
@@ -58,35 +58,35 @@ def test_an_address_that_does_not_exist_is_a_page_for_browsers_and_an_error_for_
 
 
 def test_assets_are_kept_forever_under_the_digest_of_their_version(shared_api: ApiServer) -> None:
-    found = assets.load()
+    loaded = assets.load_assets()
     with shared_api.client_with(None) as browser:
         plain = {"Accept-Encoding": "identity"}
-        for name, file in found.files.items():
-            answer = browser.get(f"/assets/{found.digest}/{name}", headers=plain)
+        for name, file in loaded.files.items():
+            answer = browser.get(f"/assets/{loaded.digest}/{name}", headers=plain)
             assert (answer.status_code, answer.content) == (200, file.body), name
             assert answer.headers["cache-control"] == "public, max-age=31536000, immutable"
             assert answer.headers["content-type"] == file.media_type
         with browser.stream(
-            "GET", f"/assets/{found.digest}/css/app.css", headers={"Accept-Encoding": "gzip"}
+            "GET", f"/assets/{loaded.digest}/css/app.css", headers={"Accept-Encoding": "gzip"}
         ) as zipped:
             body = b"".join(zipped.iter_raw())
         assert zipped.headers["content-encoding"] == "gzip" and zipped.headers["vary"] == "Accept-Encoding"
-        assert gzip.decompress(body) == found.files["css/app.css"].body
+        assert gzip.decompress(body) == loaded.files["css/app.css"].body
         others = [
             "/assets/0000000000000000/js/main.js",
-            f"/assets/{found.digest}/js/none.js",
-            f"/assets/{found.digest}/",
+            f"/assets/{loaded.digest}/js/none.js",
+            f"/assets/{loaded.digest}/",
         ]
-        others += [f"/assets/{found.digest}/../assets.py", f"/assets/{found.digest}/%2e%2e/assets.py"]
+        others += [f"/assets/{loaded.digest}/../assets.py", f"/assets/{loaded.digest}/%2e%2e/assets.py"]
         assert {browser.get(path).status_code for path in others} <= {401, 404}
         assert browser.get("/favicon.ico").headers["content-type"] == "image/svg+xml"
 
 
 def test_the_shell_names_only_files_that_exist_and_has_nothing_inline() -> None:
-    found = assets.load()
-    shell = found.shell.body.decode()
-    named = re.findall(rf'"{assets.PREFIX}/{found.digest}/([^"]+)"', shell)
-    assert len(named) >= 8 and set(named) <= set(found.files)
+    loaded = assets.load_assets()
+    shell = loaded.shell.body.decode()
+    named = re.findall(rf'"{assets.PREFIX}/{loaded.digest}/([^"]+)"', shell)
+    assert len(named) >= 8 and set(named) <= set(loaded.files)
     assert not re.search(r"<style|<script(?![^>]+src=)|style=|\son\w+=|https?://", shell)
 
 

@@ -36,11 +36,11 @@ class TestRuns:
     def test_change_without_a_reload_and_filters_are_in_the_address(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        made = make_run(shared_api.client, dataset, name="from pending to completed")
+        run = make_run(shared_api.client, dataset, name="from pending to completed")
         page.goto("/")
         row = page.get_by_role("row").filter(has_text="from pending to completed")
         expect(row).to_contain_text("Pending")
-        trainer = Trainer(engine, made["id"]).begin(total=100)
+        trainer = Trainer(engine, run["id"]).begin(total=100)
         expect(row).to_contain_text("Running")
         steps(trainer, 1, 2, 3)
         trainer.complete()
@@ -127,15 +127,15 @@ class TestCompare:
     def test_marks_the_best_of_results_that_differ_and_shows_other_resources(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        made = []
+        run_ids = []
         for name, losses in (("one", (0.26741, 3.0)), ("two", (0.26749, 2.0)), ("three", (0.3, 2.0))):
             trainer = start(shared_api, engine, dataset, name=name)
             trainer.metric(1, loss=losses[0])
             trainer.events("eval", {"step": 1, "metrics": {"eval_loss": losses[1]}})
             trainer.complete()
             mark_run(engine, trainer.run_id, best_loss=losses[0])
-            made.append(trainer.run_id)
-        mark_run(engine, made[1], resources={"devices": 2})
+            run_ids.append(trainer.run_id)
+        mark_run(engine, run_ids[1], resources={"devices": 2})
 
         def marks(what: str) -> list[str]:
             row = page.get_by_role("row").filter(has=page.get_by_role("cell", name=what, exact=True))
@@ -147,15 +147,15 @@ class TestCompare:
         other.metric(1, loss=0.1)
         other.complete()
         mark_run(engine, other.run_id, best_loss=0.1)
-        page.goto(f"/compare?ids={','.join([*made, other.run_id])}")
+        page.goto(f"/compare?ids={','.join([*run_ids, other.run_id])}")
         expect(page.get_by_role("note")).to_contain_text("measure different things and cannot be compared")
         assert marks("Lowest train loss") == ["", "", "", ""]
-        page.goto(f"/compare?ids={','.join(made)}")
+        page.goto(f"/compare?ids={','.join(run_ids)}")
         assert page.get_by_role("note").count() == 0
         assert marks("Lowest train loss") == ["best", "best", ""]
         assert marks("Best eval loss") == ["", "best", "best"]
         expect(page.get_by_role("row").filter(has_text="resources.devices")).to_contain_text("121")
-        page.goto(f"/compare?ids={made[0]},{made[1]}")
+        page.goto(f"/compare?ids={run_ids[0]},{run_ids[1]}")
         assert marks("Lowest train loss") == ["", ""]
 
 
@@ -250,11 +250,16 @@ class TestNewRun:
         expect(page.get_by_role("region", name="Checks").get_by_text("valid", exact=True)).to_be_visible()
         page.get_by_role("button", name="Start the run").click()
         expect(page.locator(".head .chip")).to_have_text("Pending")
-        made = shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json()
-        assert (made["method"], made["priority"], made["max_restarts"], made["backend"]) == ("lora", 7, 0, "fake")
-        assert made["resources"]["kind"] == "cpu" and made["resources"]["labels"] == ["site-b", "gpu=none"]
-        shared_api.client.post(f"/v1/runs/{made['id']}/stop")
-        page.goto(f"/new?from={made['id']}")
+        created = shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json()
+        assert (created["method"], created["priority"], created["max_restarts"], created["backend"]) == (
+            "lora",
+            7,
+            0,
+            "fake",
+        )
+        assert created["resources"]["kind"] == "cpu" and created["resources"]["labels"] == ["site-b", "gpu=none"]
+        shared_api.client.post(f"/v1/runs/{created['id']}/stop")
+        page.goto(f"/new?from={created['id']}")
         expect(request).to_contain_text('labels: ["site-b","gpu=none"]')
         page.locator("#field-name").fill("a copy")
         page.reload()
@@ -298,10 +303,10 @@ class TestNewRun:
         expect(checks.get_by_text("valid", exact=True)).to_be_visible()
         page.get_by_role("button", name="Start the run").click()
         expect(page.locator(".head .chip")).to_have_text("Pending")
-        made = page.url.rpartition("/")[2]
-        assert shared_api.client.get(f"/v1/runs/{made}").json()["config"]["learning_rate"] == 2e-4
-        shared_api.client.post(f"/v1/runs/{made}/stop")
-        page.goto(f"/new?from={made}")
+        run_id = page.url.rpartition("/")[2]
+        assert shared_api.client.get(f"/v1/runs/{run_id}").json()["config"]["learning_rate"] == 2e-4
+        shared_api.client.post(f"/v1/runs/{run_id}/stop")
+        page.goto(f"/new?from={run_id}")
         expect(request).to_contain_text("learning_rate: 0.0002")
         expect(request).not_to_contain_text("optim")
 
@@ -334,15 +339,15 @@ class TestOverPlainHttp:
             assert page.evaluate("isSecureContext") is False
             page.goto(f"/runs/{failed.run_id}")
             expect(page.get_by_role("heading", name="it failed")).to_be_visible()
-            asked: list[str] = []
+            questions: list[str] = []
 
             def answer(dialog: Dialog) -> None:
-                asked.append(dialog.default_value)
+                questions.append(dialog.default_value)
                 dialog.dismiss()
 
             page.on("dialog", answer)
             page.get_by_label("Copy the ID of the run").or_(page.get_by_title("Copy the ID of the run")).click()
-            assert asked == [failed.run_id]
+            assert questions == [failed.run_id]
             resume(page, "From the newest checkpoint")
             expect(page.locator(".head .chip")).to_have_text("Pending")
             page.get_by_role("button", name="Stop").click()

@@ -65,9 +65,9 @@ class TestRun:
         page.goto(f"/runs/{run_id}")
         expect(page.locator(".meta .resources")).to_have_text("1 device")
         labels = ["site-b", "x" * 63]
-        asked = {"devices": 4, "hosts": 2, "gpu": "h200", "labels": labels, "sharding": "full"}
+        resources = {"devices": 4, "hosts": 2, "gpu": "h200", "labels": labels, "sharding": "full"}
         needs = {"kind": "cuda", "gpu": "h200", "labels": labels, "sharded": True, "sequence_parallel": 2}
-        mark_run(engine, run_id, resources=asked, requirements=needs, devices_needed=4, hosts_needed=2)
+        mark_run(engine, run_id, resources=resources, requirements=needs, devices_needed=4, hosts_needed=2)
         page.reload()
         expect(page.locator(".meta .resources")).to_have_text(
             f"4 GPUs (h200) on 2 hosts, model divided among them, 2 share each sequence, labels {', '.join(labels)}"
@@ -296,7 +296,7 @@ class TestResume:
         for step in (10, 20):
             trainer.checkpoint(step)
         trainer.fail()
-        made = []
+        run_ids = []
         for step, address in ((10, "?tab=checkpoints"), (0, "")):
             page.goto(f"/runs/{trainer.run_id}{address}")
             if step:
@@ -305,9 +305,9 @@ class TestResume:
             else:
                 resume(page, "From the start")
             expect(page.locator(".head .chip")).to_have_text("Pending")
-            made.append(shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json())
-            shared_api.client.post(f"/v1/runs/{made[-1]['id']}/stop")
-        assert [(one["current_step"], one["config"]["epochs"]) for one in made] == [(10, 2.0), (0, 2.0)]
+            run_ids.append(shared_api.client.get(f"/v1/runs/{page.url.rpartition('/')[2]}").json())
+            shared_api.client.post(f"/v1/runs/{run_ids[-1]['id']}/stop")
+        assert [(one["current_step"], one["config"]["epochs"]) for one in run_ids] == [(10, 2.0), (0, 2.0)]
 
 
 class TestLog:

@@ -43,8 +43,8 @@ class TestWorkers:
         other = add_worker(engine)
         hold_workers(engine, run, lead, member)
         assert claim(engine, lead).id == run
-        found = {one["id"]: (one["joins_hosts"], one["runs"]) for one in api.client.get("/v1/workers").json()["data"]}
-        assert found == {lead: (True, [run]), member: (True, [run]), other: (False, [])}
+        shown = {one["id"]: (one["joins_hosts"], one["runs"]) for one in api.client.get("/v1/workers").json()["data"]}
+        assert shown == {lead: (True, [run]), member: (True, [run]), other: (False, [])}
 
     def test_one_that_ended_or_fell_silent_is_offline(self, api: ApiServer, engine: Engine) -> None:
         ended, silent, alive = (add_worker(engine) for _ in range(3))
@@ -57,10 +57,10 @@ class TestWorkers:
         assert states == {ended: "offline", silent: "offline", alive: "online"}
 
     def test_are_listed_in_pages(self, api: ApiServer, engine: Engine) -> None:
-        made = [add_worker(engine) for _ in range(3)]
+        worker_ids = [add_worker(engine) for _ in range(3)]
         page = api.client.get("/v1/workers", params={"limit": 2}).json()
         rest = api.client.get("/v1/workers", params={"after": page["data"][-1]["id"]}).json()
-        assert [worker["id"] for worker in page["data"] + rest["data"]] == made[::-1]
+        assert [worker["id"] for worker in page["data"] + rest["data"]] == worker_ids[::-1]
         assert page["has_more"] and not rest["has_more"]
 
 

@@ -301,7 +301,9 @@ MUTANTS = (
         about="Pruning keeps the oldest checkpoints instead of the newest.",
         changes=(
             Change(
-                _RETENTION, "there.order_by(one.attempt.desc(), one.step.desc()", "there.order_by(one.attempt, one.step"
+                _RETENTION,
+                "there.order_by(candidate.attempt.desc(), candidate.step.desc()",
+                "there.order_by(candidate.attempt, candidate.step",
             ),
         ),
         test=f"{_KEPT}::test_the_furthest_are_kept_and_the_others_go[1-steps0]",
@@ -311,7 +313,11 @@ MUTANTS = (
         promises=(12,),
         about="Pruning ignores the attempt: new checkpoints below an earlier attempt's steps are deleted at once.",
         changes=(
-            Change(_RETENTION, "there.order_by(one.attempt.desc(), one.step.desc()", "there.order_by(one.step.desc()"),
+            Change(
+                _RETENTION,
+                "there.order_by(candidate.attempt.desc(), candidate.step.desc()",
+                "there.order_by(candidate.step.desc()",
+            ),
         ),
         test=f"{_KEPT}::test_what_an_attempt_saves_stays_however_far_an_earlier_one_was[1-saved0]",
     ),

@@ -56,8 +56,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/ingest/event_writer.py",
-                "        self._rollups.committed()\n        self._stored += len(batch)",
-                "            self._stored += len(batch)\n        self._rollups.committed()",
+                "        self._rollups.note_commit()\n        self._stored += len(batch)",
+                "            self._stored += len(batch)\n        self._rollups.note_commit()",
             ),
         ),
         test="tests/worker/ingest/test_record_handler.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
@@ -117,7 +117,7 @@ MUTANTS = (
         name="unbounded-buffer",
         promises=(17,),
         about="The buffer of a reader that reads nothing grows without limit in the API's memory.",
-        changes=(Change(_STREAM, "while self.kept_bytes > _KEPT_BYTES and", "while self.kept_bytes < 0 and"),),
+        changes=(Change(_STREAM, "while self.buffered_bytes > _KEPT_BYTES and", "while self.buffered_bytes < 0 and"),),
         test="tests/app/runs/events/test_stream.py::test_a_slow_reader_holds_a_bounded_buffer_and_delays_no_other",
     ),
 )

@@ -33,8 +33,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/backends/celery.py",
-                "self._announce(transaction)\n        if",
-                "await self._queue.hint()\n        if",
+                "self._announce_run(transaction)\n        if",
+                "await self._queue.wake_workers()\n        if",
             ),
         ),
         test=f"{_COMMIT_ORDER}::TestAHint::test_comes_when_its_run_can_be_claimed",
@@ -242,8 +242,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "lease_expires_at=func.clock_timestamp() + seconds(lease_seconds), preempted_for=still_waits)",
-                "lease_expires_at=func.clock_timestamp() + seconds(lease_seconds))",
+                "lease_expires_at=func.clock_timestamp() + interval_seconds(lease_seconds), preempted_for=still_waits)",
+                "lease_expires_at=func.clock_timestamp() + interval_seconds(lease_seconds))",
             ),
         ),
         test="tests/app/runs/queue/test_preemption.py::TestOfTheQueue"
@@ -344,8 +344,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LIFECYCLE,
-                "delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS)) if",
-                "delay * 0 if",
+                "delay * func.power(2, func.least(runs.c.lost_count, _MOST_DOUBLINGS))",
+                "delay * 0",
             ),
         ),
         test=f"{_STATES}::TestLoss::test_each_further_loss_doubles_the_pause",

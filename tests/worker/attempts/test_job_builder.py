@@ -337,7 +337,7 @@ def test_trainers_write_a_journal_only_if_the_settings_ask_for_it(lab: Lab, monk
     assert Settings().trainer_journal is False
     lab.context.settings = lab.context.settings.model_copy(update={"trainer_journal": False, "trainer_user": _user()})
     job, silent = lab.next_attempt()
-    path = lab.storage.journal(lab.trainer.run_id)
+    path = lab.storage.journal_path(lab.trainer.run_id)
     assert (recorded["journal"], silent["journal"]) == (str(path), None)
     assert job.path.exists() and not path.exists()
 

@@ -138,7 +138,7 @@ def test_a_log_line_that_the_database_does_not_take_costs_no_other(
     monkeypatch.setattr(event_log, "append_lines", refuse)
     with part_module._PartLog(context, ClaimedRun.of(claimed)) as sink:
         for line in lines:
-            sink.put(NewEvent.of("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
+            sink.put(NewEvent.from_payload("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
     stored = [data["line"] for _, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
     assert (stored, sink._dropped) == (["a", "c", "d"], 1)
 

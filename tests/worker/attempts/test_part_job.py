@@ -43,13 +43,13 @@ def test_it_has_the_same_files_below_its_own_root_and_waits_for_a_checkpoint_tha
 ) -> None:
     folder = lead.save(10)
     job, _ = lead.next_attempt()
-    given, run = JobSpec.read(job.path), run_row(engine, lead.trainer.run_id)
+    given, run = JobSpec.from_file(job.path), run_row(engine, lead.trainer.run_id)
     assert not given.shares_folder and given.resume_from is not None
     found: list[JobSpec] = []
 
     def prepare() -> None:
         with member.working_copy.used_by(run.id):
-            found.append(JobSpec.read(prepare_part(member, run, given, WAITS)))
+            found.append(JobSpec.from_file(prepare_part(member, run, given, WAITS)))
 
     thread = threading.Thread(target=prepare)
     thread.start()
@@ -77,5 +77,5 @@ def test_a_checkpoint_that_cannot_be_fetched_ends_the_part(
     shutil.rmtree(share / "runs")
     run = run_row(engine, lead.trainer.run_id)
     with member.working_copy.used_by(run.id), pytest.raises(JobError) as refused:
-        prepare_part(member, run, JobSpec.read(job.path), WAITS)
+        prepare_part(member, run, JobSpec.from_file(job.path), WAITS)
     assert (refused.value.code, refused.value.is_transient) == ("storage_unavailable", True)

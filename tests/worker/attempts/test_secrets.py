@@ -26,7 +26,7 @@ TOKEN = "token-of-ada/0123456789+abcdef"
 def keep(settings: Settings, name: str = "hf_token", value: str = TOKEN) -> None:
     """Set a secret."""
     with sync_engine(settings.database_url or "", pool_size=0).begin() as connection:
-        connection.execute(store.put(store.encryption_keyring(connection, settings), name, value, None))
+        connection.execute(store.put_secret(store.encryption_keyring(connection, settings), name, value, None))
 
 
 def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any) -> Job:

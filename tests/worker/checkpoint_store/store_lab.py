@@ -12,7 +12,7 @@ from app.config import Settings
 from app.infra.files.object_store import MARK
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation, register
+from app.tables.installation import Installation, register_installation
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import WAITS, Lab
 from worker.attempts.job_builder import Job
@@ -25,8 +25,8 @@ from worker.checkpoint_store.working_copy import WorkingCopy
 def claim(remote: RemoteStore, engine: Engine) -> None:
     """Mark the store, as the API does when it starts."""
     with engine.begin() as connection:
-        connection.execute(register())
-        remote.objects.claim(connection.execute(select(Installation.id)).scalar_one(), lambda: True)
+        connection.execute(register_installation())
+        remote.objects.claim_for(connection.execute(select(Installation.id)).scalar_one(), lambda: True)
 
 
 def attach_store(context: Any, share: Path) -> RemoteStore:

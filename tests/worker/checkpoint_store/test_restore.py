@@ -48,7 +48,7 @@ def test_what_an_attempt_saves_on_another_machine_is_what_the_next_one_there_goe
         assert lab.next_attempt()[0].start_step == start
         lab.save(start + 10)
         with lab.engine.begin() as connection:
-            retention.retire(connection, lab.trainer.run_id, 1)
+            retention.retire_checkpoints(connection, lab.trainer.run_id, 1)
     assert lab.bad_reasons()[100] is None
 
 

@@ -293,7 +293,7 @@ class TestTheThread:
         lab.uploader.start()
         lab.wait_until_sent(3)
         with lab.engine.begin() as connection:
-            retention.retire(connection, lab.trainer.run_id, 1)
+            retention.retire_checkpoints(connection, lab.trainer.run_id, 1)
         lab.uploader.tidy()
         # What is being removed cannot be walked through.
         eventually(lambda: [row.replica_started_at is None for row in lab.rows()] == [True, True, False])

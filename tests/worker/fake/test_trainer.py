@@ -339,4 +339,4 @@ class TestFaults:
         with pytest.raises(ValidationError, match="valid integer"):
             FakeOptions.model_validate({"steps": "20.0"})
         # A run that an earlier version has accepted still trains.
-        assert FakeOptions.stored({"steps": "20.0", "step_seconds": 1}).steps == 20
+        assert FakeOptions.parse_stored({"steps": "20.0", "step_seconds": 1}).steps == 20

@@ -85,7 +85,7 @@ def test_room_that_runs_out_while_waiting_events_are_stored_ends_that(
     little, enough = disk_with(free=50 * 2**20), disk_with(free=2**40)
     disk = [little]
     monkeypatch.setattr(os, "statvfs", lambda path: disk[-1](path))
-    first, second = (NewEvent.of("metric", float(step), {"step": step, "loss": 1.0}) for step in (1, 2))
+    first, second = (NewEvent.from_payload("metric", float(step), {"step": step, "loss": 1.0}) for step in (1, 2))
     lab.writer.put(RunUpdate(lambda _: disk.append(little), first))
     lab.writer.put(second)
     eventually(lambda: caplog.text.count("what the run reports waits") == 1)

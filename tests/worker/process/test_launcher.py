@@ -371,10 +371,10 @@ class TestWorkerDeath:
         meeting, records = tmp_path / "meeting", tmp_path / "trainers"
         meeting.mkdir()
         (meeting / "store").touch()
-        path = process_group.record(records, ProcessIdentity.of(2**22 - 8, 1), meeting)
+        path = process_group.record(records, ProcessIdentity.of_process(2**22 - 8, 1), meeting)
         assert process_group.sweep(records) == [] and meeting.exists(), "its worker lives"
         noted = json.loads(path.read_text())
-        path.write_text(json.dumps({**noted, "worker": vars(ProcessIdentity.of(2**22 - 7, 1))}))
+        path.write_text(json.dumps({**noted, "worker": vars(ProcessIdentity.of_process(2**22 - 7, 1))}))
         assert process_group.sweep(records) == []
         assert not meeting.exists() and not path.exists()
 
@@ -387,8 +387,8 @@ class TestWorkerDeath:
     def test_a_reused_process_id_is_never_hit(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
         started = start_time(bystander.pid)
-        earlier = ProcessIdentity.of(bystander.pid, started - 1000)
-        gone = ProcessIdentity.of(2**22 - 7, 1)
+        earlier = ProcessIdentity.of_process(bystander.pid, started - 1000)
+        gone = ProcessIdentity.of_process(2**22 - 7, 1)
         (tmp_path / "x.json").write_text(json.dumps({"trainer": vars(earlier), "worker": vars(gone)}))
         assert process_group.sweep(tmp_path) == []
         assert not list(tmp_path.iterdir())
@@ -401,8 +401,8 @@ class TestWorkerDeath:
     ) -> None:
         """A process in an uninterruptible sleep holds its own device; the machine may have others."""
         stuck = subprocess.Popen(["sleep", "60"], start_new_session=True)
-        noted = vars(ProcessIdentity.of(stuck.pid, start_time(stuck.pid)))
-        gone = vars(ProcessIdentity.of(2**22 - 7, 1))
+        noted = vars(ProcessIdentity.of_process(stuck.pid, start_time(stuck.pid)))
+        gone = vars(ProcessIdentity.of_process(2**22 - 7, 1))
         folder = tmp_path / "run" / "trainers"
         folder.mkdir(parents=True)
         (folder / "stuck.json").write_text(json.dumps({"trainer": noted, "worker": gone}))
@@ -417,7 +417,7 @@ class TestWorkerDeath:
         stuck.wait()
 
     def test_records_of_another_boot_or_namespace_or_torn_ones_do_no_harm(self, tmp_path: Path) -> None:
-        own = vars(ProcessIdentity.of(os.getpid(), start_time(os.getpid())))
+        own = vars(ProcessIdentity.of_process(os.getpid(), start_time(os.getpid())))
         gone = {**own, "pid": 2**22 - 7}
         (tmp_path / "boot.json").write_text(json.dumps({"trainer": {**own, "boot_id": "x"}, "worker": gone}))
         foreign = {**own, "namespace": "pid:[1]"}

@@ -87,7 +87,7 @@ class Throughput:
             "data_seconds": self._data_seconds,
         }
         if self.peak_tflops is not None and self.operations is not None:
-            values["mfu"] = self.operations.total(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
+            values["mfu"] = self.operations.total_for(new, float(self._pairs)) / (seconds * self.peak_tflops * 1e12)
         rate = self._samples / seconds
         self._tokens, self._samples, self._pairs = tokens, 0, 0.0
         self._step_seconds = self._data_seconds = 0.0

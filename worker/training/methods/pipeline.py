@@ -10,7 +10,7 @@ from app.contracts.attempt.messages import TrainingResult
 from app.contracts.training_config.resolution import Replacement
 from app.estimator.activations import Checkpointing
 from app.estimator.architecture import UnknownArchitecture
-from app.estimator.architecture import read as read_architecture
+from app.estimator.architecture import read_architecture as read_architecture
 from app.estimator.flops import step_operations
 from app.estimator.parameters import CannotTrain
 from worker.checkpoint_files import resume_fidelity

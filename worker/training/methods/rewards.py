@@ -26,7 +26,7 @@ from app.contracts.rewards import (
     PluginReward,
     RegexReward,
     Reward,
-    names,
+    metric_names,
 )
 from worker.training.data.answers import last_number
 
@@ -116,7 +116,7 @@ def build_reward_functions(
     """
     return [
         RewardFunction(name, _scorer(reward, tokenizer), alive, warn)
-        for name, reward in zip(names(rewards), rewards, strict=True)
+        for name, reward in zip(metric_names(rewards), rewards, strict=True)
         if not isinstance(reward, ModelReward | PluginReward)
     ]
 

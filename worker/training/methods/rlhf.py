@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from app.contracts.attempt.messages import TrainingResult
-from app.contracts.rewards import names
+from app.contracts.rewards import metric_names
 from app.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
@@ -262,5 +262,5 @@ def _rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]
         else hooks.Reward(one, name)
         if one.type == "plugin"
         else next(checks)
-        for one, name in zip(wanted, names(wanted), strict=True)
+        for one, name in zip(wanted, metric_names(wanted), strict=True)
     ]

@@ -12,7 +12,7 @@ from trl.trainer import add_fused_lm_head
 from app.contracts.attempt.device import AssignedDevice
 from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from worker.training.failures import DEVICE_ERROR, OUT_OF_MEMORY, classify, one_line
 from worker.training.model import loader
 from worker.training.model.base_model import BaseModelSource
@@ -51,7 +51,7 @@ def check_device(device: AssignedDevice) -> None:
 
 def _take_step(device: AssignedDevice, method: TrainingMethod) -> None:
     machine = loader.machine_of(device)
-    config = resolve(TrainingConfig(base_model="check", method=method), set(), machine).config
+    config = resolve_config(TrainingConfig(base_model="check", method=method), set(), machine).config
     with TemporaryDirectory() as folder:
         LlamaForCausalLM(_SHAPE).save_pretrained(folder)
         base = BaseModelSource(folder, folder, {"local_files_only": True}, _SHAPE, identity="")

@@ -141,7 +141,7 @@ def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
     current = run.state.objective if run.state.eval_step == step else None
     if best is None and current is None:
         return ExportedWeights("last", step, "because no saved weights were evaluated", last)
-    if best is None or (current is not None and method.score(current) <= method.score(best.metric)):
+    if best is None or (current is not None and method.to_score(current) <= method.to_score(best.metric)):
         return ExportedWeights("best", step, f"with the best `{name}`, {current:.6g}, which are also the last", last)
     problems = manifest.verify(best.path, best.manifest_sha256, run.report.alive)
     if problems:

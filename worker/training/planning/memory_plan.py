@@ -12,7 +12,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import Replacement
 from app.estimator import memory_planner
 from app.estimator.activations import Precision
-from app.estimator.architecture import UnknownArchitecture, read
+from app.estimator.architecture import UnknownArchitecture, read_architecture
 from app.estimator.memory import WHOLE, Division
 from app.estimator.parameters import CannotTrain
 from app.estimator.steps import micro_batch
@@ -80,11 +80,11 @@ def _choose_by_estimate(
     # The same on every rank: those of one pass must recompute the same layers, whose exchanges they repeat together.
     free_bytes = min(run.ranks.gathered(int(torch.cuda.mem_get_info()[0])))
     try:
-        model = read(base.architecture.to_dict())
-        choice = memory_planner.choose(
+        model = read_architecture(base.architecture.to_dict())
+        choice = memory_planner.choose_checkpointing(
             model,
             config,
-            Precision.of(config, "cuda", has_liger=has_liger(run.machine)),
+            Precision.for_device(config, "cuda", has_liger=has_liger(run.machine)),
             replace(micro_batch(model, config, length, rows), sequence_parallel=run.ranks.per_sequence),
             # Excludes memory of other processes; the context that the estimate counts is already allocated.
             free_bytes,

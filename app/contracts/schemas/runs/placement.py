@@ -23,13 +23,13 @@ MOST_DEVICES = 1024
 def _in_words(message: str) -> WrapValidator:
     """Return a validator that replaces the errors of a type with one message."""
 
-    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    def check_in_words(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
             return validate(value)
         except ValidationError:
             raise ValueError(message) from None
 
-    return WrapValidator(check)
+    return WrapValidator(check_in_words)
 
 
 WorkerLabel = Annotated[
@@ -162,7 +162,7 @@ class ResourceChanges(ResourceRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def _reset(cls, values: Any) -> Any:
+    def _reset_nulls(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         defaults = ResourceRequest().model_dump()

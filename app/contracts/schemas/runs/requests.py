@@ -21,7 +21,7 @@ MOST_TAGS = 50
 MOST_EXTRA_EVAL_DATASETS = 16
 
 
-def _limited(config: dict[str, Any]) -> dict[str, Any]:
+def _limit_size(config: dict[str, Any]) -> dict[str, Any]:
     size = len(json.dumps(config, ensure_ascii=False))
     if size > _MOST_CONFIG_CHARACTERS:
         message = "has {size} characters as JSON, and may have {most}: shorten its patterns, schemas and options"
@@ -63,7 +63,7 @@ class RunCreate(Body):
         "reports `eval_<name>_loss` and the other metrics of each. `eval_dataset_id` or `eval_split` must be set too, "
         "and alone decides about the best checkpoint and early stopping.",
     )
-    config: Annotated[Config, AfterValidator(_limited)] = Field(
+    config: Annotated[Config, AfterValidator(_limit_size)] = Field(
         description="Training configuration; at most 65,536 characters of JSON."
     )
     priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
@@ -90,7 +90,7 @@ class EvaluationCreate(Body):
         "model as in `config.base_model` of a run.",
     )
     dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
-    config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
+    config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
         "`loss_on`, `extra.eval_batch_size`, `extra.metrics` and the options of the loss (`dpo`, `kto`, `rlhf`): the "
@@ -185,7 +185,7 @@ class RunStop(Body):
     )
 
     @model_validator(mode="after")
-    def _agree(self) -> "RunStop":
+    def _check_agreement(self) -> "RunStop":
         if self.mode == "epoch_end" and self.deadline_seconds is not None:
             raise ValueError("`deadline_seconds` has no effect with the mode `epoch_end`; leave it out")
         if None not in (self.mode, self.save_checkpoint) and self.save_checkpoint is (self.mode == "discard"):
@@ -217,7 +217,7 @@ class RunResume(Body):
     from_: Literal["start"] | None = Field(
         default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
-    config: Annotated[dict[str, Any], AfterValidator(_limited)] = Field(
+    config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
         default_factory=dict, description="Fields to change; the others stay unchanged."
     )
     stop_after_steps: Steps | None = Field(
@@ -231,7 +231,7 @@ class RunResume(Body):
     )
 
     @model_validator(mode="after")
-    def _agree(self) -> "RunResume":
+    def _check_agreement(self) -> "RunResume":
         if self.stop_after_steps is not None and self.config.get("stop_at_step") is not None:
             raise ValueError("`stop_after_steps` and `config.stop_at_step` say the same; leave one of them out")
         return self

@@ -22,27 +22,27 @@ _PAGES = {
 
 def _every_answer(api: ApiServer) -> dict[tuple[str, str], httpx.Response]:
     assert isinstance(api, ThreadServer)
-    found = {}
+    answers = {}
     for method, path in [*calls(api.application.routes), ("GET", "/nowhere"), ("OPTIONS", "/v1/runs")]:
         body = None if method in ("GET", "HEAD") else {}
-        with api.client.stream(method, path, json=body) as found[method, path]:
+        with api.client.stream(method, path, json=body) as answers[method, path]:
             pass  # its body may be a stream that never ends
-    assert {200, 404, 422} <= {answer.status_code for answer in found.values()}
-    return found
+    assert {200, 404, 422} <= {answer.status_code for answer in answers.values()}
+    return answers
 
 
 def test_every_answer_forbids_a_browser_to_run_keep_and_guess_anything(shared_api: ApiServer) -> None:
     wrong = {}
     for call, answer in _every_answer(shared_api).items():
         reported = {name: answer.headers.get_list(name) for name in REQUIRED_HEADERS | DEFAULT_HEADERS}
-        wanted = {name: [value] for name, value in (REQUIRED_HEADERS | DEFAULT_HEADERS).items()}
+        expected = {name: [value] for name, value in (REQUIRED_HEADERS | DEFAULT_HEADERS).items()}
         if call[1] == "/docs":
-            wanted["Content-Security-Policy"] = [CONTENT_SECURITY_POLICY]
+            expected["Content-Security-Policy"] = [CONTENT_SECURITY_POLICY]
         if call[1] in _PAGES:
-            wanted |= {"Content-Security-Policy": [assets.CONTENT_SECURITY_POLICY], "Cache-Control": ["no-cache"]}
+            expected |= {"Content-Security-Policy": [assets.CONTENT_SECURITY_POLICY], "Cache-Control": ["no-cache"]}
         if call[1] == "/favicon.ico":
-            wanted["Cache-Control"] = ["public, max-age=86400"]
-        if reported != wanted or any(name.startswith("access-control") for name in answer.headers):
+            expected["Cache-Control"] = ["public, max-age=86400"]
+        if reported != expected or any(name.startswith("access-control") for name in answer.headers):
             wrong[call] = reported
     assert wrong == {}
     assert DEFAULT_HEADERS["Content-Security-Policy"] == "default-src 'none'; frame-ancestors 'none'"
@@ -179,10 +179,10 @@ def test_two_origins_are_none(shared_api: ApiServer) -> None:
 
 def test_without_allowed_origins_no_page_of_another_site_reads_an_answer(shared_api: ApiServer) -> None:
     page = {"Origin": "https://dashboards.example.com"}
-    asked = {**page, "Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "authorization"}
+    preflight = {**page, "Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "authorization"}
     answers = [
         shared_api.client.get("/v1/runs", headers=page),
-        shared_api.client.options("/v1/runs", headers=asked),
+        shared_api.client.options("/v1/runs", headers=preflight),
         shared_api.client.get("/", headers=page),
     ]
     assert [name for answer in answers for name in answer.headers if name.startswith("access-control")] == []

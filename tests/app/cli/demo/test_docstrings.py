@@ -58,15 +58,15 @@ def rows() -> Split:
 
 
 def test_a_chat_is_code_without_its_docstring_and_the_first_paragraph_of_it(library: Path) -> None:
-    found = {one.name: one for one in docstrings.read_definitions(library)}
+    definitions = {one.name: one for one in docstrings.read_definitions(library)}
 
-    take = found["books.Shelf.take"]
+    take = definitions["books.Shelf.take"]
     assert take.code == "def take(self, title):\n    return self._books.pop(title)"
     assert take.docstring == "Take the book with this title."
     assert take.text["text"] == (
         'def take(self, title):\n    """Take the book with this title."""\n    return self._books.pop(title)'
     )
-    read = found["books.read"]
+    read = definitions["books.read"]
     assert read.docstring == "Read some pages of a book."
     assert read.code == "async def read(book, pages=3):\n    for page in book:\n        await page"
 
@@ -107,7 +107,7 @@ def test_no_held_out_docstring_or_code_is_trained_on(rows: Split) -> None:
 
 
 def test_every_row_is_a_chat_of_bounded_length(rows: Split) -> None:
-    lines = docstrings.jsonl(row.chat for row in rows.held_out).decode().splitlines()
+    lines = docstrings.encode_jsonl(row.chat for row in rows.held_out).decode().splitlines()
 
     assert len(lines) == len(rows.held_out)
     for line in lines:

@@ -32,7 +32,7 @@ def test_run_is_stopped_at_its_step_and_followed_to_its_end(client: Anneal, trai
 
     ending = threading.Thread(target=end_when_requested)
     ending.start()
-    followed = program.follow(client, run, stop_at=10)
+    followed = program.follow_run(client, run, stop_at=10)
     ending.join()
     assert (followed.run.status, followed.steps, followed.held_out) == ("cancelled", [5, 10], [2.5])
 
@@ -41,7 +41,7 @@ def test_failed_run_ends_the_demo_with_its_error(client: Anneal, trainer: Traine
     run = client.runs.get(trainer.run_id)
     trainer.fail("out_of_memory", "it needs more memory")
     with pytest.raises(program.DemoError, match=r"ended as failed, expected completed \(out_of_memory: it needs more"):
-        program.follow(client, run)
+        program.follow_run(client, run)
 
 
 def test_service_that_does_not_start_is_reported_with_the_end_of_its_log(shared_api: ApiServer, tmp_path: Path) -> None:
@@ -51,4 +51,4 @@ def test_service_that_does_not_start_is_reported_with_the_end_of_its_log(shared_
         child.wait()
         settings = shared_api.settings.model_copy(update={"home": tmp_path})
         with pytest.raises(program.DemoError, match=r"did not start \(The disk is full\.\); see .*up\.log"):
-            program.connect(settings, child, log)
+            program.connect_client(settings, child, log)

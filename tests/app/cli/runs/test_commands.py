@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine, update
 
-from app.cli.runs.postmortem import typed
+from app.cli.runs.postmortem import shell_command
 from app.contracts.schemas.postmortem import CorrectedRequest
 from app.infra.storage import Storage
 from app.tables.runs import Run
@@ -36,9 +36,9 @@ def test_runs_are_filtered_and_paged(anneal: Anneal, run_file: Path) -> None:
 def test_a_created_run_is_printed_with_its_warnings(anneal: Anneal, run_file: Path) -> None:
     closed = anneal("experiments", "create", "closed", "--max-devices", "0").stdout.strip()
     create = ["runs", "create", "-f", str(run_file), "--set", f"experiment_id={closed}"]
-    made = anneal(*create)
-    assert re.fullmatch(r"run_\w+\n", made.stdout)
-    assert "resources.devices: The run needs 1 device. The quota of experiment closed is 0 devices" in made.stderr
+    created = anneal(*create)
+    assert re.fullmatch(r"run_\w+\n", created.stdout)
+    assert "resources.devices: The run needs 1 device. The quota of experiment closed is 0 devices" in created.stderr
     assert json_of(anneal(*create, "--json"))["status"] == "pending" and "quota" not in anneal(*create, "--json").stderr
 
 
@@ -99,7 +99,10 @@ def test_why_names_a_command_that_can_be_typed(anneal: Anneal, trainer: Trainer)
     Path("again.json").write_text(body)
     assert anneal("runs", "create", "-f", "again.json").stdout.startswith("run_")
     request = CorrectedRequest(path="/v1/runs/run_1/resume", body={"config": {"learning_rate": 1e-05, "epochs": 2}})
-    assert typed("run_1", request) == "anneal runs resume run_1 --set config.learning_rate=1e-05 --set config.epochs=2"
+    assert (
+        shell_command("run_1", request)
+        == "anneal runs resume run_1 --set config.learning_rate=1e-05 --set config.epochs=2"
+    )
 
 
 def test_a_model_and_the_records_of_an_attempt_are_downloaded_into_folders_of_their_own(

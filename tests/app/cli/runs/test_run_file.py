@@ -53,9 +53,9 @@ class TestRunFile:
     def test_a_merge_may_bring_a_key_again(self, anneal: Anneal, run_file: Path) -> None:
         text = "x: &x {lora_r: 4, epochs: 1}\ny: &y {<<: *x, lora_r: 8}\nconfig: {<<: *y, epochs: 5}\n"
         Path("merged.yaml").write_text(text)
-        from app.cli.runs.run_file import read
+        from app.cli.runs.run_file import read_body
 
-        assert read(Path("merged.yaml"))["config"] == {"lora_r": 8, "epochs": 5}
+        assert read_body(Path("merged.yaml"))["config"] == {"lora_r": 8, "epochs": 5}
 
     @pytest.mark.parametrize("change", ["config", "config.=1", "name.first=1", "config.a=[1"])
     def test_a_change_that_cannot_be_meant_is_refused(self, anneal: Anneal, run_file: Path, change: str) -> None:

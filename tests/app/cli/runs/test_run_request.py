@@ -91,12 +91,12 @@ def test_run_file_names_datasets_and_experiments_as_commands_do(anneal: Anneal, 
 def test_options_alone_make_a_run_and_override_a_file(anneal: Anneal, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", "of the options")
     options = ("-m", "any", "-d", "rows.jsonl", "--lora", "--name", "first")
-    made = json_of(anneal("runs", "create", *options, *_FAKE, "--json"))
-    assert (made["name"], made["config"]["base_model"], made["config"]["method"]) == ("first", "any", "lora")
+    created = json_of(anneal("runs", "create", *options, *_FAKE, "--json"))
+    assert (created["name"], created["config"]["base_model"], created["config"]["method"]) == ("first", "any", "lora")
     file = write_run(tmp_path / "run.yaml", dataset_id="rows.jsonl")
     changed = json_of(anneal("runs", "create", "-f", str(file), "-m", "other", "--full", "--json"))
     assert (changed["config"]["base_model"], changed["config"]["method"]) == ("other", "full")
-    assert changed["dataset_id"] == made["dataset_id"]
+    assert changed["dataset_id"] == created["dataset_id"]
     several = anneal("runs", "create", "-m", "any", "-d", "rows.jsonl", "--lora", "--full", code=2)
     assert "full and lora are several methods" in " ".join(several.stderr.split())
     for arguments in ((), ("-m", "any"), ("-d", "rows.jsonl")):
@@ -112,10 +112,10 @@ def test_written_run_file_is_valid_as_it_is_and_with_each_of_its_lines_set(
     write_rows(tmp_path / "chats.jsonl", "of the file")
     assert "run.yaml" in anneal("runs", "init", "-m", "any", "--method", method).stderr
     text = (tmp_path / "run.yaml").read_text()
-    assert run_file.read(tmp_path / "run.yaml")["config"] == {"base_model": "any", "method": method}
+    assert run_file.read_body(tmp_path / "run.yaml")["config"] == {"base_model": "any", "method": method}
     every_line = tmp_path / "every_line.yaml"
     every_line.write_text(re.sub(r"^(\s*)# (?=\s*\w+:)", r"\1", text, flags=re.MULTILINE))
-    complete = run_file.read(every_line)
+    complete = run_file.read_body(every_line)
     assert complete["config"].keys() > {"epochs", "learning_rate", "save_steps"}
     assert complete["resources"] == {"devices": 1}
     defaults = TrainingConfig.model_validate({"base_model": "any", "method": method}).model_dump(mode="json")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs
+from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs_text
 from app.contracts.schemas.estimates import EXAMPLE
 from app.contracts.schemas.runs.common import FACTS
 from app.contracts.schemas.runs.reads import RunRead
@@ -14,22 +14,22 @@ from tests.factories import Trainer, mark_run
 
 
 def test_a_run_on_several_devices_shows_them_and_what_else_it_needs(anneal: Anneal, run_file: Path) -> None:
-    made = json_of(anneal("runs", "create", "-f", str(run_file), "--json"))
+    created = json_of(anneal("runs", "create", "-f", str(run_file), "--json"))
     resources = {"devices": 4, "hosts": 2, "labels": ["site-b"], "sharding": "full", "sequence_parallel": 2}
     needs = {"labels": ["site-b"], "sharded": True, "sequence_parallel": 2}
     parts = "4 devices on 2 hosts", "labels site-b", "model divided among the devices", "2 of them share each sequence"
-    run = RunRead.model_validate({**made, "resources": resources, "requirements": needs})
-    assert _needs(run) == "; ".join(parts)
-    assert _needs(RunRead.model_validate({**made, "requirements": {"kind": "cpu"}})) == "cpu"
+    run = RunRead.model_validate({**created, "resources": resources, "requirements": needs})
+    assert _needs_text(run) == "; ".join(parts)
+    assert _needs_text(RunRead.model_validate({**created, "requirements": {"kind": "cpu"}})) == "cpu"
 
 
 def test_each_memory_figure_says_what_it_is(anneal: Anneal, run_file: Path) -> None:
     """The least memory may be smaller than the estimate of the run, and what is measured on a GPU lacks its context."""
-    made = json_of(anneal("runs", "create", "-f", str(run_file), "--json"))
+    created = json_of(anneal("runs", "create", "-f", str(run_file), "--json"))
     measured = {"peak_memory_mb": 15210.4, "reserved_memory_mb": 16022.0, "tokens_per_second": None}
 
     def run(needs: dict[str, object], **values: object) -> RunRead:
-        return RunRead.model_validate({**made, "requirements": needs, **values})
+        return RunRead.model_validate({**created, "requirements": needs, **values})
 
     whole = run({}, estimate=EXAMPLE, measured=measured)
     assert _estimated_memory(whole) == "14,174 MiB at the peak of a step, including the CUDA context"
@@ -37,10 +37,10 @@ def test_each_memory_figure_says_what_it_is(anneal: Anneal, run_file: Path) -> N
     assert _measured_memory(run({}, measured={**measured, "reserved_memory_mb": None})) == "15,210 MiB at the peak"
     least = {"estimated_mb": {"cuda": 9000, "cpu": 8000}}
     of_smallest = "device memory of at least 9,000 MiB (estimate of its smallest micro-batch, to which repairs lead)"
-    assert _needs(run(least)) == of_smallest
-    stops = {**made["config"], "on_out_of_memory": "stop"}
-    assert _needs(run(least, config=stops)) == "device memory of at least 9,000 MiB (estimate)"
-    assert _needs(run({**least, "memory_mb": 7000})) == "device memory of at least 7,000 MiB (requested)"
+    assert _needs_text(run(least)) == of_smallest
+    stops = {**created["config"], "on_out_of_memory": "stop"}
+    assert _needs_text(run(least, config=stops)) == "device memory of at least 9,000 MiB (estimate)"
+    assert _needs_text(run({**least, "memory_mb": 7000})) == "device memory of at least 7,000 MiB (requested)"
 
 
 @pytest.mark.parametrize(

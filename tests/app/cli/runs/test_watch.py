@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.cli.runs.state_text import status_text
-from app.cli.runs.watch import WatchState, draw, step_ticks
+from app.cli.runs.watch import WatchState, draw_curve, step_ticks
 from app.client import client
 from app.contracts.events import (
     ConfigEvent,
@@ -71,21 +71,21 @@ def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str,
         type="metric", run_id="run_1", seq=1, step=5, loss=0.5, learning_rate=1e-3,
         extra={"reward": 0.25, "tokens_per_second": 12345.6}, ts=began + timedelta(seconds=3725),
     )  # fmt: skip
-    assert seen.take(metric) is None and seen.curve == {5: 0.25 if learns_from_rewards else 0.5}
-    assert seen.progress(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}  tokens_per_second 12346"
-    evaluated = seen.take(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
+    assert seen.apply_event(metric) is None and seen.curve == {5: 0.25 if learns_from_rewards else 0.5}
+    assert seen.progress_line(metric) == f" 50%|#####     | 5/10 [1:02:05]  {line}  tokens_per_second 12346"
+    evaluated = seen.apply_event(EvalEvent(type="eval", run_id="run_1", seq=2, step=5, metrics=measured))
     assert evaluated == "step 5  eval_loss 2  eval_reward 0.75"
     assert seen.figures == shown
     text = {"type": "sample", "run_id": "run_1", "seq": 3, "step": 5, "prompt": "Hi", "completion": 'a "b"\n'}
-    assert seen.take(SampleEvent(**text)) == r'step 5  sample "Hi" -> "a \"b\"\n"'
-    assert seen.take(SampleEvent(**text, rewards={"length": 1.0})) is None
+    assert seen.apply_event(SampleEvent(**text)) == r'step 5  sample "Hi" -> "a \"b\"\n"'
+    assert seen.apply_event(SampleEvent(**text, rewards={"length": 1.0})) is None
 
 
 def test_a_repair_is_a_line() -> None:
     seen = WatchState("run_1", "counting", "running", 0, 10)
     reason = "out of memory: half the micro-batch size"
     repair = RepairEvent(type="repair", run_id="run_1", seq=1, kind="out_of_memory", reason=reason)
-    assert seen.take(repair) == f"repair: {reason}"
+    assert seen.apply_event(repair) == f"repair: {reason}"
 
 
 def test_watching_starts_with_the_name_and_the_state_in_the_words_of_the_dashboard() -> None:
@@ -94,7 +94,7 @@ def test_watching_starts_with_the_name_and_the_state_in_the_words_of_the_dashboa
     ended = WatchState("run_1", "counting", "cancelled", 5, 10)
     assert ended.first_line == "run_1 counting: stopped, step 5 of 10"
     event = StatusEvent(type="status", to="initializing", run_id="run_1", seq=1)
-    assert waiting.take(event) == "starting"
+    assert waiting.apply_event(event) == "starting"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_watching_starts_with_the_name_and_the_state_in_the_words_of_the_dashboa
 )  # fmt: skip
 def test_ticks_of_a_plot_are_round_steps(first: int, last: int, ticks: list[int]) -> None:
     assert step_ticks(first, last, 4) == ticks
-    assert all(re.fullmatch(r"[\d,\s]+", draw({first: 2.0, last: 1.0}, 70, 12).splitlines()[-1]) for _ in ticks)
+    assert all(re.fullmatch(r"[\d,\s]+", draw_curve({first: 2.0, last: 1.0}, 70, 12).splitlines()[-1]) for _ in ticks)
 
 
 def test_a_resume_that_is_not_exact_is_a_line() -> None:
@@ -114,25 +114,25 @@ def test_a_resume_that_is_not_exact_is_a_line() -> None:
     about = {"type": "config", "run_id": "run_1", "seq": 1}
     reasons = ["The number of devices was 2 at the checkpoint and is 1 now."]
     inexact = ConfigEvent(facts={"total_steps": 9, "fidelity": "approximate", "fidelity_reasons": reasons}, **about)
-    assert seen.take(inexact) == f"resume approximate: {reasons[0]}" and seen.total == 9
-    assert seen.take(ConfigEvent(facts={"fidelity": "exact", "fidelity_reasons": []}, **about)) is None
+    assert seen.apply_event(inexact) == f"resume approximate: {reasons[0]}" and seen.total == 9
+    assert seen.apply_event(ConfigEvent(facts={"fidelity": "exact", "fidelity_reasons": []}, **about)) is None
 
 
 def test_why_a_run_waits_is_a_line_and_its_gpu_is_in_the_status_line() -> None:
     seen = WatchState("run_1", "counting", "pending", 0, 10)
     about = {"run_id": "run_1", "seq": 1}
-    assert seen.take(PendingEvent(type="pending", code="no_worker", message="Start one.", **about)) == (
+    assert seen.apply_event(PendingEvent(type="pending", code="no_worker", message="Start one.", **about)) == (
         "waits: Start one."
     )
-    assert seen.take(PendingEvent(type="pending", code="queued", message="One is online.", **about)) == (
+    assert seen.apply_event(PendingEvent(type="pending", code="queued", message="One is online.", **about)) == (
         "queued: One is online."
     )
     device = DeviceEvent(
         type="device", index=0, uid="GPU-1", seconds=10, utilization_percent=97.4, memory_mb=61_204,
         temperature_celsius=63, **about,
     )  # fmt: skip
-    assert seen.take(device) is None and seen.figures == "GPU 97% 59.8 GiB 63 °C"
-    seen.take(StatusEvent(type="status", to="completed", **about))
+    assert seen.apply_event(device) is None and seen.figures == "GPU 97% 59.8 GiB 63 °C"
+    seen.apply_event(StatusEvent(type="status", to="completed", **about))
     assert seen.figures == ""
 
 
@@ -186,8 +186,8 @@ def test_complete_log_is_printed_and_searched(anneal: Anneal, trainer: Trainer, 
     lines = [f"2026-01-02T03:04:05.678Z stdout info line {number}" for number in range(3)]
     (folder / "log.txt.gz").write_bytes(gzip.compress("\n".join([*lines, ""]).encode()))
     assert anneal("runs", "logs", "--all", trainer.run_id).stdout.splitlines() == lines
-    found = anneal("runs", "logs", "--all", trainer.run_id, "--attempt", "1", "--grep", "line 2").stdout
-    assert found.splitlines() == lines[2:]
+    matches = anneal("runs", "logs", "--all", trainer.run_id, "--attempt", "1", "--grep", "line 2").stdout
+    assert matches.splitlines() == lines[2:]
     assert "--attempt selects lines" in anneal("runs", "logs", trainer.run_id, "--attempt", "1", code=2).stderr
     assert "omit --follow" in anneal("runs", "logs", "--all", "-f", trainer.run_id, code=2).stderr
     assert "has no attempt 2" in anneal("runs", "logs", "--all", "--attempt", "2", trainer.run_id, code=1).stderr

@@ -10,9 +10,9 @@ from app.contracts.training_config.validation import config_errors
 
 
 def errors(**fields: Any) -> dict[str, str]:
-    found = config_errors({"base_model": "tiny", **fields}, has_eval_dataset=False)
-    assert all(error.code == "conflict" for error in found)
-    return {error.field: error.message for error in found}
+    problems = config_errors({"base_model": "tiny", **fields}, has_eval_dataset=False)
+    assert all(error.code == "conflict" for error in problems)
+    return {error.field: error.message for error in problems}
 
 
 PISSA = {"init_lora_weights": "pissa"}

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from app.contracts.rewards import Reward, names
+from app.contracts.rewards import Reward, metric_names
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.contracts.training_config.validation import config_errors
 
 ANSWER = {"type": "exact_match"}
 
 
-def found(config: dict[str, Any], has_eval_dataset: bool = False) -> dict[str, tuple[str, str]]:
+def conflicts_of(config: dict[str, Any], has_eval_dataset: bool = False) -> dict[str, tuple[str, str]]:
     """Code and sentence of each problem, by field."""
     reported = config_errors({"base_model": "tiny", **config}, has_eval_dataset=has_eval_dataset)
     assert len({problem.field for problem in reported}) == len(reported)
@@ -40,16 +40,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("memory_profile", [{}, {"memory_profile": "steps"}])
 def test_bound_of_allocations_without_their_profile_is_refused(memory_profile: dict[str, Any]) -> None:
-    ((field, (code, message)),) = found({"extra": {"memory_profile_entries": 5000, **memory_profile}}).items()
+    ((field, (code, message)),) = conflicts_of({"extra": {"memory_profile_entries": 5000, **memory_profile}}).items()
     assert (field, code) == ("extra.memory_profile_entries", "conflict")
     assert "unless `extra.memory_profile` is true" in message
-    assert found({"extra": {"memory_profile_entries": "2k", "memory_profile": True}}) == {}
+    assert conflicts_of({"extra": {"memory_profile_entries": "2k", "memory_profile": True}}) == {}
 
 
 @pytest.mark.parametrize("method", CONFIGS)
 class TestEveryMethod:
     def test_defaults_will_do(self, method: str) -> None:
-        assert found(CONFIGS[method]) == {}
+        assert conflicts_of(CONFIGS[method]) == {}
 
     @pytest.mark.parametrize(
         ("fields", "four_bit", "rank"),
@@ -62,8 +62,8 @@ class TestEveryMethod:
         self, method: str, fields: dict[str, Any], four_bit: bool, rank: int | None
     ) -> None:
         config = {"base_model": "tiny", **CONFIGS[method], **fields}
-        made = resolve(TrainingConfig.model_validate(config), given_fields(config), DeviceCapabilities())
-        assert (made.config.load_in_4bit, made.config.lora_r, made.problems) == (four_bit, rank, [])
+        resolved = resolve_config(TrainingConfig.model_validate(config), given_fields(config), DeviceCapabilities())
+        assert (resolved.config.load_in_4bit, resolved.config.lora_r, resolved.problems) == (four_bit, rank, [])
 
     @pytest.mark.parametrize(
         ("fields", "field"),
@@ -76,51 +76,53 @@ class TestEveryMethod:
     def test_what_belongs_to_supervised_methods_is_refused(
         self, method: str, fields: dict[str, Any], field: str
     ) -> None:
-        ((name, (code, message)),) = found({**CONFIGS[method], **fields}).items()
+        ((name, (code, message)),) = conflicts_of({**CONFIGS[method], **fields}).items()
         assert (name, code) == (field, "conflict") and f"`{method}`" in message
 
     def test_keeping_the_end_is_for_dpo_alone(self, method: str) -> None:
-        assert set(found({**CONFIGS[method], "truncation_mode": "keep_end"})) == (
+        assert set(conflicts_of({**CONFIGS[method], "truncation_mode": "keep_end"})) == (
             set() if method == "dpo" else {"truncation_mode"}
         )
 
     def test_options_of_another_one_are_refused(self, method: str) -> None:
         others = {"dpo": {"beta": 0.2}, "kto": {"beta": 0.2}, "rlhf": {"beta": 0.2}}
         others.pop(method, None)
-        assert set(found({**CONFIGS[method], **others})) == set(others)
+        assert set(conflicts_of({**CONFIGS[method], **others})) == set(others)
 
     def test_a_scorer_may_train_its_head_and_features_of_supervised_methods_may_be_off(self, method: str) -> None:
-        assert found({**CONFIGS[method], "modules_to_save": ["score"], "packing": False, "loss_on": "all"}) == {}
+        assert conflicts_of({**CONFIGS[method], "modules_to_save": ["score"], "packing": False, "loss_on": "all"}) == {}
 
 
 class TestDpo:
     @pytest.mark.parametrize("loss", ["robust", "exo_pair", "aot", "aot_unpaired"])
     def test_label_smoothing_is_for_four_losses(self, loss: str) -> None:
-        assert found({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}}) == {}
+        assert conflicts_of({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}}) == {}
 
     @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "apo_zero", "sigmoid_norm"])
     def test_others_refuse_it_and_say_which_these_are(self, loss: str) -> None:
-        reported = found({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}})
+        reported = conflicts_of({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}})
         assert set(reported) == {"dpo.label_smoothing"} and "`robust`" in reported["dpo.label_smoothing"][1]
-        assert found({"method": "dpo", "dpo": {"loss_type": loss}}) == {}
+        assert conflicts_of({"method": "dpo", "dpo": {"loss_type": loss}}) == {}
 
     def test_exo_pair_cannot_do_without(self) -> None:
-        assert set(found({"method": "dpo", "dpo": {"loss_type": "exo_pair"}})) == {"dpo.loss_type"}
+        assert set(conflicts_of({"method": "dpo", "dpo": {"loss_type": "exo_pair"}})) == {"dpo.loss_type"}
 
     @pytest.mark.parametrize("loss", ["sft", "discopop", "rpo"])
     def test_losses_that_need_further_options_are_unknown(self, loss: str) -> None:
-        assert found({"method": "dpo", "dpo": {"loss_type": loss}})["dpo.loss_type"][0] == "unknown_value"
+        assert conflicts_of({"method": "dpo", "dpo": {"loss_type": loss}})["dpo.loss_type"][0] == "unknown_value"
 
     def test_half_of_the_pairs_cannot_be_wrong(self) -> None:
         options = {"loss_type": "robust", "label_smoothing": 0.5}
-        assert found({"method": "dpo", "dpo": options})["dpo.label_smoothing"][0] == "out_of_range"
+        assert conflicts_of({"method": "dpo", "dpo": options})["dpo.label_smoothing"][0] == "out_of_range"
 
 
 class TestKto:
     def test_a_micro_batch_needs_two_rows(self) -> None:
-        code, message = found({"method": "kto", "batch_size": 1})["batch_size"]
+        code, message = conflicts_of({"method": "kto", "batch_size": 1})["batch_size"]
         assert code == "conflict" and "`kto`" in message and message.endswith("set it to 2 or more.")
-        assert found({"method": "kto", "batch_size": 2}) == found({"method": "dpo", "batch_size": 1}) == {}
+        assert (
+            conflicts_of({"method": "kto", "batch_size": 2}) == conflicts_of({"method": "dpo", "batch_size": 1}) == {}
+        )
 
     @pytest.mark.parametrize(
         ("options", "field", "code"),
@@ -133,17 +135,17 @@ class TestKto:
         ],
     )
     def test_options_out_of_bounds_are_refused(self, options: dict[str, Any], field: str, code: str) -> None:
-        assert found({"method": "kto", "kto": options})[field][0] == code
+        assert conflicts_of({"method": "kto", "kto": options})[field][0] == code
 
     def test_options_of_both_losses_are_accepted(self) -> None:
         options = {"beta": 0.2, "loss_type": "apo_zero_unpaired", "desirable_weight": 1.5, "undesirable_weight": 0}
-        assert found({"method": "kto", "kto": options, "truncation_mode": "keep_start"}) == {}
+        assert conflicts_of({"method": "kto", "kto": options, "truncation_mode": "keep_start"}) == {}
 
 
 class TestRlhf:
     @pytest.mark.parametrize("rewards", [[], [{**ANSWER, "weight": 0.0}]])
     def test_without_a_reward_there_is_nothing_to_learn(self, rewards: list[dict[str, Any]]) -> None:
-        assert found(rlhf(*rewards)) == {
+        assert conflicts_of(rlhf(*rewards)) == {
             "rlhf.rewards": (
                 "needs_rewards",
                 "`rlhf.rewards` needs at least one reward with a non-zero weight: without one there is nothing to "
@@ -166,24 +168,24 @@ class TestRlhf:
         config = {
             **rlhf(ANSWER, num_generations=generations), "batch_size": batch, "gradient_accumulation_steps": steps,
         }  # fmt: skip
-        ((field, (code, message)),) = found(config).items()
+        ((field, (code, message)),) = conflicts_of(config).items()
         assert (field, code) == ("rlhf.num_generations", "conflict")
         assert message.endswith(f"set {says}.")
 
     def test_so_does_an_evaluation_whose_size_was_given(self) -> None:
         config = {**rlhf(ANSWER), "eval_steps": 5, "extra": {"eval_batch_size": 12}}
-        assert set(found(config, has_eval_dataset=True)) == {"extra.eval_batch_size"}
-        assert found({**config, "extra": {"eval_batch_size": 16}}, has_eval_dataset=True) == {}
-        assert found({**config, "extra": {}}, has_eval_dataset=True) == {}
+        assert set(conflicts_of(config, has_eval_dataset=True)) == {"extra.eval_batch_size"}
+        assert conflicts_of({**config, "extra": {"eval_batch_size": 16}}, has_eval_dataset=True) == {}
+        assert conflicts_of({**config, "extra": {}}, has_eval_dataset=True) == {}
 
     def test_beside_the_completion_there_must_be_room_for_a_prompt(self) -> None:
         config = {**rlhf(ANSWER, max_completion_length=256), "max_seq_length": 256}
-        assert set(found(config)) == {"rlhf.max_completion_length"}
-        assert found({**config, "max_seq_length": 257}) == {}
-        assert found({**config, "max_seq_length": None}) == {}
+        assert set(conflicts_of(config)) == {"rlhf.max_completion_length"}
+        assert conflicts_of({**config, "max_seq_length": 257}) == {}
+        assert conflicts_of({**config, "max_seq_length": None}) == {}
 
     def test_of_rewards_that_are_refused_nothing_else_is_said(self) -> None:
-        assert set(found(rlhf({"type": "regex"}, num_generations=7))) == {"rlhf.rewards.0.pattern"}
+        assert set(conflicts_of(rlhf({"type": "regex"}, num_generations=7))) == {"rlhf.rewards.0.pattern"}
 
 
 GOOD: list[dict[str, Any]] = [
@@ -240,11 +242,11 @@ KINDS = st.sampled_from(["exact_match", "numeric_match", "regex", "json_schema",
 class TestRewards:
     @pytest.mark.parametrize("reward", GOOD, ids=str)
     def test_a_good_one_is_kept_as_it_was_written(self, reward: dict[str, Any]) -> None:
-        assert found(rlhf(reward)) == {}
+        assert conflicts_of(rlhf(reward)) == {}
         config = TrainingConfig.model_validate({"base_model": "tiny", **rlhf(reward)})
-        kept = config.model_dump(mode="json")
-        assert reward.items() <= kept["rlhf"]["rewards"][0].items()
-        assert TrainingConfig.model_validate(kept) == config
+        dumped = config.model_dump(mode="json")
+        assert reward.items() <= dumped["rlhf"]["rewards"][0].items()
+        assert TrainingConfig.model_validate(dumped) == config
 
     @pytest.mark.parametrize(("reward", "field", "code", "says"), BAD, ids=[str(bad[0])[:80] for bad in BAD])
     def test_a_bad_one_is_refused_by_place_field_and_reason(
@@ -252,20 +254,20 @@ class TestRewards:
     ) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ((name, reported),) = found(rlhf(ANSWER, reward)).items()
+            ((name, reported),) = conflicts_of(rlhf(ANSWER, reward)).items()
         assert (name, reported[0]) == (f"rlhf.rewards.1{field}", code)
         assert says in reported[1] and reported[1].endswith(".")
 
     def test_all_of_them_are_reported_at_once(self) -> None:
-        reported = found(rlhf({"type": "regex", "pattern": ""}, ANSWER, {"type": "format"}))
+        reported = conflicts_of(rlhf({"type": "regex", "pattern": ""}, ANSWER, {"type": "format"}))
         assert set(reported) == {"rlhf.rewards.0.pattern", "rlhf.rewards.2.sections"}
 
     def test_together_they_are_short(self) -> None:
         schemas = [{"type": "json_schema", "schema": {"title": "a" * 19_900, "minimum": at}} for at in range(4)]
-        assert found(rlhf(*schemas[:3])) == {}
-        ((name, (code, message)),) = found(rlhf(*schemas)).items()
+        assert conflicts_of(rlhf(*schemas[:3])) == {}
+        ((name, (code, message)),) = conflicts_of(rlhf(*schemas)).items()
         assert (name, code) == ("rlhf.rewards", "out_of_range") and "65,536 bytes" in message
-        assert set(found(rlhf(*schemas * 5))) == {"rlhf.rewards"}
+        assert set(conflicts_of(rlhf(*schemas * 5))) == {"rlhf.rewards"}
 
     def test_what_is_short_enough_stays_so_with_all_defaults_written_out(self) -> None:
         def patterns(spare: int) -> list[dict[str, Any]]:
@@ -273,10 +275,10 @@ class TestRewards:
             return [*many, {"type": "regex", "pattern": "a" * (64 * 1024 - 18 * (300 * 12 + 2) - 2 - spare)}]
 
         longest = patterns(0)
-        kept = TrainingConfig.model_validate({"base_model": "tiny", **rlhf(*longest)}).model_dump(mode="json")
-        assert len(json.dumps(kept)) > 64 * 1024
-        assert TrainingConfig.model_validate(kept).model_dump(mode="json") == kept
-        assert set(found(rlhf(*patterns(-1)))) == {"rlhf.rewards"}
+        dumped = TrainingConfig.model_validate({"base_model": "tiny", **rlhf(*longest)}).model_dump(mode="json")
+        assert len(json.dumps(dumped)) > 64 * 1024
+        assert TrainingConfig.model_validate(dumped).model_dump(mode="json") == dumped
+        assert set(conflicts_of(rlhf(*patterns(-1)))) == {"rlhf.rewards"}
 
     @pytest.mark.parametrize("reward", [
         {"type": "regex", "pattern": "(?i)" + r"[ -\uffff]" * 99}, {"type": "numeric_match", "extract": "("},
@@ -284,7 +286,7 @@ class TestRewards:
     ], ids=["pattern", "extract", "schema"])  # fmt: skip
     def test_none_is_compiled_where_a_configuration_is_read(self, reward: dict[str, Any]) -> None:
         began = time.thread_time()
-        assert found(rlhf(reward)) == {}
+        assert conflicts_of(rlhf(reward)) == {}
         assert time.thread_time() - began < 0.3
 
     def test_each_has_a_name_of_its_own(self) -> None:
@@ -292,7 +294,7 @@ class TestRewards:
         adapter: TypeAdapter[Any] = TypeAdapter(Reward)
         rewards = [adapter.validate_python({"type": it, **({"max": 1} if it == "length" else {"pattern": "a"})})
                    for it in kinds]  # fmt: skip
-        assert names(rewards) == ["length", "regex", "length_2", "length_3"]
+        assert metric_names(rewards) == ["length", "regex", "length_2", "length_3"]
 
     @given(st.lists(st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, VALUES))))
     @settings(deadline=None, max_examples=100)
@@ -313,6 +315,6 @@ class TestRewards:
     ],
 )
 def test_a_gguf_file_has_a_whole_model_that_generates_text(config: dict[str, Any], says: str | None) -> None:
-    wrong = found({**config, "gguf": "f16"})
+    wrong = conflicts_of({**config, "gguf": "f16"})
     assert list(wrong) == ([] if says is None else ["gguf"])
     assert says is None or says in wrong["gguf"][1]

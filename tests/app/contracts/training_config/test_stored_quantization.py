@@ -6,7 +6,7 @@ import pytest
 
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import given_fields
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
 
 FOUR_BIT = {
@@ -29,7 +29,7 @@ def effective(described: Any, **config: Any) -> tuple[TrainingConfig, set[str]]:
     """Return the configuration in effect, and the fields that were replaced."""
     stored = stored_quantization({"quantization_config": described})
     raw = {"base_model": "tiny", **config}
-    resolved = resolve(TrainingConfig.model_validate(raw), given_fields(raw), None, stored=stored)
+    resolved = resolve_config(TrainingConfig.model_validate(raw), given_fields(raw), None, stored=stored)
     assert resolved.problems == []
     return resolved.config, {item.field for item in resolved.replaced}
 

@@ -15,7 +15,7 @@ from app.contracts.run_status import TrainingStatus
 from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.raw_config import drop_unknown_fields, given_fields
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from app.contracts.training_config.sequence_parallel import sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors, resume_problems
@@ -43,8 +43,8 @@ def codes(config: Any, **data: Any) -> set[tuple[str, str]]:
 
 
 def effective(machine: DeviceCapabilities | None = CPU, **fields: Any) -> Any:
-    given = {"base_model": "tiny", **fields}
-    return resolve(TrainingConfig.model_validate(given), given_fields(given), machine)
+    config_input = {"base_model": "tiny", **fields}
+    return resolve_config(TrainingConfig.model_validate(config_input), given_fields(config_input), machine)
 
 
 class TestDtype:
@@ -286,9 +286,9 @@ class TestEachFieldIsChecked:
     @given(CONFIGS)
     @settings(deadline=None, max_examples=100)
     def test_no_json_object_however_odd_raises_and_what_is_said_of_it_is_json(self, config: dict[str, Any]) -> None:
-        found = config_errors(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
-        json.dumps([problem.model_dump() for problem in found], ensure_ascii=False).encode()
-        assert {problem.field.split(".")[0] for problem in found} or TrainingConfig.model_validate(config)
+        errors = config_errors(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
+        json.dumps([problem.model_dump() for problem in errors], ensure_ascii=False).encode()
+        assert {problem.field.split(".")[0] for problem in errors} or TrainingConfig.model_validate(config)
 
     def test_a_metric_function_has_a_name(self) -> None:
         fields = {"eval_split": 0.1, "eval_steps": 1}
@@ -480,11 +480,11 @@ class TestConflicts:
         self, method: str, dataset_format: str | None, config: dict[str, Any], used: str | None
     ) -> None:
         parsed = TrainingConfig.model_validate({"base_model": "tiny", "method": method, **config})
-        assert resolve(parsed, set(config), None, dataset_format=dataset_format).config.loss_on == used
+        assert resolve_config(parsed, set(config), None, dataset_format=dataset_format).config.loss_on == used
 
     def test_a_stored_default_of_an_older_version_stays(self) -> None:
         stored = TrainingConfig.model_validate({"base_model": "tiny", "loss_on": "all"})
-        assert resolve(stored, set(), None, dataset_format="prompt_completion").config.loss_on == "all"
+        assert resolve_config(stored, set(), None, dataset_format="prompt_completion").config.loss_on == "all"
 
     @pytest.mark.parametrize("field", ["torch_compile", "activation_offload"])
     def test_method_that_generates_refuses_what_its_trainer_cannot_do(self, field: str) -> None:
@@ -534,36 +534,36 @@ class TestResolve:
     def test_the_base_is_quantized_as_the_method_says(
         self, fields: dict[str, Any], four_bit: bool, rank: int | None
     ) -> None:
-        made = effective(**fields)
-        assert (made.config.load_in_4bit, made.config.lora_r) == (four_bit, rank)
-        assert made.problems == []
+        resolved = effective(**fields)
+        assert (resolved.config.load_in_4bit, resolved.config.lora_r) == (four_bit, rank)
+        assert resolved.problems == []
 
     def test_defaults_that_a_cpu_cannot_honor_are_replaced_and_reported(self) -> None:
-        made = effective(CPU)
-        assert {r.field: (r.requested, r.used) for r in made.replaced} == {
+        resolved = effective(CPU)
+        assert {r.field: (r.requested, r.used) for r in resolved.replaced} == {
             "gradient_checkpointing": ("auto", False),
             "bnb_4bit_compute_dtype": ("bfloat16", "float32"),
         }
-        assert all(r.reason for r in made.replaced)
+        assert all(r.reason for r in resolved.replaced)
         whole = effective(CPU, method="full")
         assert ("optim", "paged_adamw_8bit", "adamw_8bit") in {(r.field, r.requested, r.used) for r in whole.replaced}
         assert whole.config.optim == "adamw_8bit"
 
     def test_what_an_installed_optimizer_takes_the_place_of_is_not_replaced(self) -> None:
-        made = effective(CPU, method="full", extra={"optimizer": {"type": "mine"}})
-        assert "optim" not in {one.field for one in made.replaced}
+        resolved = effective(CPU, method="full", extra={"optimizer": {"type": "mine"}})
+        assert "optim" not in {one.field for one in resolved.replaced}
 
     def test_what_the_user_gave_is_never_replaced(self) -> None:
-        made = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="float32", optim="adamw_torch")
-        assert made.replaced == []
-        assert made.config.gradient_checkpointing is True
+        resolved = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="float32", optim="adamw_torch")
+        assert resolved.replaced == []
+        assert resolved.config.gradient_checkpointing is True
         assert [p.code for p in effective(CPU, optim="paged_adamw_32bit").problems] == ["not_on_this_machine"]
 
     def test_the_models_limit_is_the_effective_length(self) -> None:
         config = TrainingConfig(base_model="tiny", max_seq_length=None)
-        made = resolve(config, {"base_model"}, None, 256)
-        assert (made.config.max_seq_length, made.replaced) == (256, [])
-        (lowered,) = resolve(TrainingConfig(base_model="tiny"), {"base_model"}, None, 256).replaced
+        resolved = resolve_config(config, {"base_model"}, None, 256)
+        assert (resolved.config.max_seq_length, resolved.replaced) == (256, [])
+        (lowered,) = resolve_config(TrainingConfig(base_model="tiny"), {"base_model"}, None, 256).replaced
         assert (lowered.requested, lowered.used) == (2048, 256)
 
     def test_a_gpu_keeps_the_defaults_unless_it_lacks_bfloat16(self) -> None:
@@ -575,9 +575,9 @@ class TestResolve:
 
     def test_it_is_pure_and_settles_at_once(self) -> None:
         config = TrainingConfig(base_model="tiny")
-        once = resolve(config, {"base_model"}, CPU)
+        once = resolve_config(config, {"base_model"}, CPU)
         assert config == TrainingConfig(base_model="tiny")
-        assert resolve(once.config, {"base_model"}, CPU).config == once.config
+        assert resolve_config(once.config, {"base_model"}, CPU).config == once.config
 
 
 class TestResume:
@@ -607,6 +607,6 @@ def test_a_worker_of_the_version_before_passes_over_defaults_that_it_does_not_kn
     stored = TrainingConfig(base_model="tiny").model_dump(mode="json") | {"of_tomorrow": "repair"}
     stored["rlhf"]["of_tomorrow"] = 1
     TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model"}))
-    for asked in ("of_tomorrow", "rlhf.of_tomorrow"):
+    for user_set_field in ("of_tomorrow", "rlhf.of_tomorrow"):
         with pytest.raises(ValidationError, match="of_tomorrow"):
-            TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model", asked}))
+            TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model", user_set_field}))

@@ -20,7 +20,7 @@ from app.datasets.readers.csv_table import TableReader
 from app.datasets.readers.file_type import FileType
 from app.datasets.readers.json_array import ArrayReader
 from app.datasets.row_writer import RowWriter, TooManyBadRows
-from app.infra.strict_json import BadJson, parse
+from app.infra.strict_json import BadJson, parse_json
 from tests.app.uploads import parquet
 from tests.properties import examples
 
@@ -52,20 +52,20 @@ _DOCUMENT = st.builds(
 
 def read(kind: type[ArrayReader] | type[TableReader], pieces: list[bytes]) -> Any:
     """What is kept of a file that comes in these pieces, or what is wrong with it."""
-    kept: list[bytes] = []
-    rows = RowWriter("text", kept.append)
+    lines: list[bytes] = []
+    rows = RowWriter("text", lines.append)
     reader = kind(rows, _MOST_ROW)
     try:
         for piece in pieces:
             reader.feed(piece)
-        reader.end()
-        errors = rows.finish()
+        reader.end_file()
+        errors = rows.finish_rows()
     except TooManyBadRows:
         errors = rows.errors
     for error in errors:
         assert re.fullmatch("[a-z_0-9]+", error.code) and re.fullmatch(r"(?:(?:row|line) [0-9]+)?", error.field)
         assert 0 < len(error.message) <= 300 and not re.search("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", error.message)
-    return [error.model_dump() for error in errors] if errors else [json.loads(line) for line in kept]
+    return [error.model_dump() for error in errors] if errors else [json.loads(line) for line in lines]
 
 
 def in_any_pieces(kind: type[ArrayReader] | type[TableReader], whole: bytes, borders: list[int]) -> Any:
@@ -86,7 +86,7 @@ def in_any_pieces(kind: type[ArrayReader] | type[TableReader], whole: bytes, bor
 def test_an_array_is_taken_exactly_when_a_strict_parser_takes_it(whole: bytes, borders: list[int]) -> None:
     reported = in_any_pieces(ArrayReader, whole, borders)
     try:
-        document = parse(whole)
+        document = parse_json(whole)
     except BadJson as error:
         # A row may be as deep as a line of JSONL; around it there is an array, and perhaps an object.
         assert "code" in reported[0] or error.code == "too_deep"
@@ -150,7 +150,7 @@ def test_a_row_of_a_million_cells_is_refused_before_they_are_taken_apart(table: 
     began = time.process_time()
     try:
         reader.feed(table)
-        reader.end()
+        reader.end_file()
     except TooManyBadRows:
         pass
     peak = tracemalloc.get_traced_memory()[1]
@@ -205,12 +205,12 @@ def receive(folder: Path, whole: bytes, kind: FileType) -> str:
     """`taken`, or the code of the refusal, which must be one of the caller's doing."""
     receiving = DatasetImporter(folder, Settings(home=folder), ImportOptions(file_format=kind))
     try:
-        receiving.begin("x")
+        receiving.begin_file("x")
         receiving.feed(whole)
-        receiving.end()
+        receiving.end_file()
         # No machine is so slow that this would differ; a single step has a limit of its own.
-        assert any(not receiving.more() for _ in range(1000))
-        receiving.finish("x")
+        assert any(not receiving.read_more() for _ in range(1000))
+        receiving.finish_dataset("x")
     except ApiError as error:
         assert error.status in (413, 422) and error.errors
         return error.errors[0].code
@@ -238,7 +238,7 @@ def test_a_file_of_any_size_costs_bounded_memory_and_time(
             reader.feed(piece * (8192 // len(piece)))
             for _ in range(50):
                 reader.feed(piece)
-        reader.end()
+        reader.end_file()
     except TooManyBadRows:
         pass
     peak = tracemalloc.get_traced_memory()[1]

@@ -17,7 +17,7 @@ import pytest
 from app.api.errors import ApiError
 from app.config import Settings
 from app.datasets.importer import DatasetImporter, ImportOptions
-from tests.app.uploads import CHAT, errors, kept, lines, parquet, upload
+from tests.app.uploads import CHAT, errors, lines, parquet, stored_rows, upload
 from tests.server import ApiServer, ThreadServer
 
 ROWS = [{"prompt": "häh?", "completion": 'so, "that"\nis it', "n": "1"}, {"prompt": "b", "completion": "c"}]
@@ -45,7 +45,7 @@ CSV = 'prompt,completion,n\r\nhäh?,"so, ""that""\nis it",1\r\nb,c,\r\n'.encode(
     ],
 )
 def test_every_kind_of_file_gives_the_same_rows(shared_api: ApiServer, name: str, content: bytes) -> None:
-    assert kept(shared_api, content, name) == ROWS
+    assert stored_rows(shared_api, content, name) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_every_kind_of_file_gives_the_same_rows(shared_api: ApiServer, name: str
 def test_delimiters_and_compression_are_recognized(
     shared_api: ApiServer, name: str, content: bytes, source: tuple[str, str | None, bool]
 ) -> None:
-    assert kept(shared_api, content, name) == [{"prompt": 'a;"b"', "completion": "c,d"}]
+    assert stored_rows(shared_api, content, name) == [{"prompt": 'a;"b"', "completion": "c,d"}]
     dataset = upload(shared_api, content, name).json()
     recognized = dict(zip(("file_format", "delimiter", "gzip"), source, strict=True)) | {"layout": None}
     assert dataset["source"].items() >= recognized.items()
@@ -102,7 +102,7 @@ def test_a_gzip_bomb_is_refused(settings: Settings, tmp_path: Path) -> None:
     for most, code, words in ((2**40, "invalid_request", "200 times its size"), (8_000_000, "body_too_large", "413")):
         reading = settings.model_copy(update={"max_upload_bytes": most})
         importer = DatasetImporter(tmp_path, reading, ImportOptions())
-        importer.begin("x.jsonl.gz")
+        importer.begin_file("x.jsonl.gz")
         with pytest.raises(ApiError) as refused:
             importer.feed(bomb)
         importer.close()
@@ -112,24 +112,24 @@ def test_a_gzip_bomb_is_refused(settings: Settings, tmp_path: Path) -> None:
 
 def test_gzip_may_come_in_any_pieces(settings: Settings, tmp_path: Path) -> None:
     importer = DatasetImporter(tmp_path, settings, ImportOptions())
-    importer.begin("x")
+    importer.begin_file("x")
     for byte in gzip.compress(lines({"text": "a"}) * 5, mtime=0):
         importer.feed(bytes([byte]))
-    importer.end()
-    assert importer.finish("x").rows == 5
+    importer.end_file()
+    assert importer.finish_dataset("x").rows == 5
     importer.close()
 
 
 def test_very_many_members_of_gzip_take_no_long_time(settings: Settings, tmp_path: Path) -> None:
     """Each has 20 bytes, and zlib copies all bytes that follow a member."""
     importer = DatasetImporter(tmp_path, settings, ImportOptions())
-    importer.begin("x")
+    importer.begin_file("x")
     began = time.thread_time()
     importer.feed(gzip.compress(b"", mtime=0) * 200_000)
     assert time.thread_time() - began < 10
     importer.feed(gzip.compress(lines({"text": "a"}), mtime=0))
-    importer.end()
-    assert importer.finish("x").rows == 1
+    importer.end_file()
+    assert importer.finish_dataset("x").rows == 1
     importer.close()
 
 
@@ -140,15 +140,15 @@ def test_what_is_kept_is_the_same_whatever_came(shared_api: ApiServer) -> None:
 
 
 def test_the_kind_can_be_given_where_the_name_says_nothing_or_something_else(shared_api: ApiServer) -> None:
-    assert kept(shared_api, CSV, "a.txt", file_format="csv") == ROWS
-    assert kept(shared_api, json.dumps(ROWS).encode(), "a.jsonl", file_format="json") == ROWS
+    assert stored_rows(shared_api, CSV, "a.txt", file_format="csv") == ROWS
+    assert stored_rows(shared_api, json.dumps(ROWS).encode(), "a.jsonl", file_format="json") == ROWS
     assert errors(shared_api, CSV, "a.txt") == [("file", "unknown_file_format")]
     assert errors(shared_api, CSV, "a.csv", file_format="xlsx") == [("file_format", "unknown_file_format")]
 
 
 def test_numbers_and_nesting_of_json_stay_as_they_are(shared_api: ApiServer) -> None:
     raw = b'[{"text": "a", "n": 123456789012345678901234567890, "f": 0.1, "deep": {"x": [1, {"y": "],}{["}]}}]'
-    assert kept(shared_api, raw, "a.json") == json.loads(raw)
+    assert stored_rows(shared_api, raw, "a.json") == json.loads(raw)
 
 
 @pytest.mark.parametrize(
@@ -229,17 +229,17 @@ def test_a_record_is_named_by_its_line(small_api: ApiServer, record: bytes, plac
     ],
 )  # fmt: skip
 def test_a_bad_header_is_reported_once(shared_api: ApiServer, header: bytes, code: str) -> None:
-    found = errors(shared_api, header + b"\na,b\n" * 30, "a.csv")
-    assert [it for _, it in found] == [code]
+    problems = errors(shared_api, header + b"\na,b\n" * 30, "a.csv")
+    assert [it for _, it in problems] == [code]
 
 
 def test_messages_in_a_cell_are_json(shared_api: ApiServer) -> None:
     cell = json.dumps(CHAT["messages"])
     quoted = '"' + cell.replace('"', '""') + '"'
-    assert kept(shared_api, f"messages\n{quoted}\n".encode(), "a.csv") == [CHAT]
-    assert kept(shared_api, parquet([{"messages": cell}]), "a.parquet") == [CHAT]
-    found = errors(shared_api, b"messages,n\nhello,1\n", "a.csv")
-    assert found == [("line 2", "invalid_json")]
+    assert stored_rows(shared_api, f"messages\n{quoted}\n".encode(), "a.csv") == [CHAT]
+    assert stored_rows(shared_api, parquet([{"messages": cell}]), "a.parquet") == [CHAT]
+    problems = errors(shared_api, b"messages,n\nhello,1\n", "a.csv")
+    assert problems == [("line 2", "invalid_json")]
 
 
 def test_values_of_parquet_become_json_and_nulls_are_no_values(shared_api: ApiServer) -> None:
@@ -248,7 +248,7 @@ def test_values_of_parquet_become_json_and_nulls_are_no_values(shared_api: ApiSe
         "messages": messages, "none": None, "when": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
         "price": decimal.Decimal("1.50"), "raw": b"\xff\x00", "list": [1, 2], "map": {"a": None, "b": 1.5},
     }  # fmt: skip
-    assert kept(shared_api, parquet([row]), "a.parquet") == [
+    assert stored_rows(shared_api, parquet([row]), "a.parquet") == [
         {**CHAT, "when": "2026-01-02T00:00:00+00:00", "price": "1.50", "raw": "/wA=", "list": [1, 2], "map": {"b": 1.5}}
     ]
 
@@ -267,26 +267,26 @@ def test_texts_that_parquet_stores_as_bytes_are_texts(shared_api: ApiServer) -> 
     message = {"role": b"assistant", "content": "grün".encode()}
     row = {"messages": [message], "tags": [b"a", b"\xff"], "raw": b"\xff", "note": b"x", "none": b""}
     stored = {"messages": [{"role": "assistant", "content": "grün"}], "tags": ["a", "/w=="], "raw": "/w==", "note": "x"}
-    assert kept(shared_api, parquet([row]), "a.parquet") == [stored]
-    assert kept(shared_api, parquet([{"text": b"a"}], use_dictionary=["text"]), "a.parquet") == [{"text": "a"}]
+    assert stored_rows(shared_api, parquet([row]), "a.parquet") == [stored]
+    assert stored_rows(shared_api, parquet([{"text": b"a"}], use_dictionary=["text"]), "a.parquet") == [{"text": "a"}]
 
 
 def test_numbers_that_are_not_finite_are_null_where_they_are_not_used(shared_api: ApiServer) -> None:
     line = b'{"text": "NaN", "score": NaN, "more": [Infinity, 1.5]}'
     row = {"text": "NaN", "score": None, "more": [None, 1.5]}
-    assert kept(shared_api, line) == kept(shared_api, b"[" + line + b"]", "a.json") == [row]
-    assert kept(shared_api, parquet([{"text": "a", "n": float("nan")}]), "a.parquet") == [{"text": "a"}]
+    assert stored_rows(shared_api, line) == stored_rows(shared_api, b"[" + line + b"]", "a.json") == [row]
+    assert stored_rows(shared_api, parquet([{"text": "a", "n": float("nan")}]), "a.parquet") == [{"text": "a"}]
 
 
 def test_joined_files_and_headers_with_spaces_are_read(shared_api: ApiServer) -> None:
     mark = b"\xef\xbb\xbf"
-    assert kept(shared_api, (mark + b'{"text": "a"}\n') * 3) == [{"text": "a"}] * 3
+    assert stored_rows(shared_api, (mark + b'{"text": "a"}\n') * 3) == [{"text": "a"}] * 3
     table = mark + b"prompt, completion \na, b\n" + mark + b"c,d\n"
     rows = [{"prompt": "a", "completion": " b"}, {"prompt": "c", "completion": "d"}]
-    assert kept(shared_api, table, "a.csv") == rows
+    assert stored_rows(shared_api, table, "a.csv") == rows
     renamed = table.replace(b"prompt, completion", b"question, answer")
     mapping = json.dumps({"prompt": "question", "completion": " answer "})
-    assert kept(shared_api, renamed, "a.csv", columns=mapping) == rows
+    assert stored_rows(shared_api, renamed, "a.csv", columns=mapping) == rows
     assert errors(shared_api, b"text, text\na,b\n", "a.csv") == [("line 1", "duplicate_column")]
 
 
@@ -331,22 +331,22 @@ def test_a_flood_of_empty_cells_in_a_small_parquet_file_is_not_read(settings: Se
     rows = [{"text": "t", **dict.fromkeys(names[::2], ""), **dict.fromkeys(names[1::2])} for _ in range(1000)]
     small = settings.model_copy(update={"max_upload_bytes": 300_000, "home": tmp_path})
     receiving = DatasetImporter(tmp_path, small, ImportOptions())
-    receiving.begin("x.parquet")
+    receiving.begin_file("x.parquet")
     receiving.feed(parquet(rows, compression="zstd"))
-    receiving.end()
-    while receiving.more():
+    receiving.end_file()
+    while receiving.read_more():
         pass
-    assert receiving.finish("x").bytes == 1000 * len(b'{"text": "t"}\n')
+    assert receiving.finish_dataset("x").bytes == 1000 * len(b'{"text": "t"}\n')
     receiving.close()
 
 
 def test_what_is_read_of_a_parquet_file_is_bounded_as_an_upload_is(settings: Settings, tmp_path: Path) -> None:
     rows = [{"text": "t", "c": "x" * 1000}] * 1000
     receiving = DatasetImporter(tmp_path, settings.model_copy(update={"max_upload_bytes": 300_000}), ImportOptions())
-    receiving.begin("x.parquet")
+    receiving.begin_file("x.parquet")
     receiving.feed(parquet(rows))
-    receiving.end()
+    receiving.end_file()
     with pytest.raises(ApiError, match="converted to JSONL"):
-        while receiving.more():
+        while receiving.read_more():
             pass
     receiving.close()

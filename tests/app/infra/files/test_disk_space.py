@@ -17,21 +17,21 @@ class TestDatabaseReserve:
         with small_disk(tmp_path / "home", 256 * _MIB) as home:
             (home / "postgres").mkdir()
             reserve = DatabaseReserve(home)
-            assert reserve.tend() is None
-            assert (free_bytes(home) or 0) <= (256 - 64) * _MIB and reserve.shortage() is None
+            assert reserve.adjust_reserve() is None
+            assert (free_bytes(home) or 0) <= (256 - 64) * _MIB and reserve.describe_shortage() is None
             filler = fill(home, free=50 * _MIB)
-            assert reserve.tend() is None, "it is given back only where it is needed"
-            assert "50 MiB free" in (reserve.shortage() or "")
+            assert reserve.adjust_reserve() is None, "it is given back only where it is needed"
+            assert "50 MiB free" in (reserve.describe_shortage() or "")
             filler.unlink()
             filler = fill(home, free=_MIB)
-            assert "are given back" in (reserve.tend() or "")
+            assert "are given back" in (reserve.adjust_reserve() or "")
             assert (free_bytes(home) or 0) >= 64 * _MIB
-            assert reserve.shortage(), "what is given back is no room for others"
-            assert DatabaseReserve(home).shortage(), "nor for another process that looks"
-            assert reserve.tend() is None
+            assert reserve.describe_shortage(), "what is given back is no room for others"
+            assert DatabaseReserve(home).describe_shortage(), "nor for another process that looks"
+            assert reserve.adjust_reserve() is None
             filler.unlink()
-            assert "has room again" in (reserve.tend() or "")
-            assert reserve.shortage() is None and (home / "postgres" / "reserve").stat().st_size == 64 * _MIB
+            assert "has room again" in (reserve.adjust_reserve() or "")
+            assert reserve.describe_shortage() is None and (home / "postgres" / "reserve").stat().st_size == 64 * _MIB
 
     def test_on_a_disk_without_room_for_it_nothing_is_taken_and_what_is_free_belongs_to_the_database(
         self, tmp_path: Path
@@ -39,9 +39,9 @@ class TestDatabaseReserve:
         with small_disk(tmp_path / "home", 100 * _MIB) as home:
             (home / "postgres").mkdir()
             reserve = DatabaseReserve(home)
-            assert reserve.tend() is None
+            assert reserve.adjust_reserve() is None
             assert not (home / "postgres" / "reserve").exists()
-            assert reserve.shortage()
+            assert reserve.describe_shortage()
 
 
 @pytest.mark.needs("small disk")
@@ -49,12 +49,12 @@ def test_without_inodes_nothing_more_is_stored_however_many_bytes_are_free(tmp_p
     with small_disk(tmp_path / "home", 256 * _MIB, inodes=1200) as home:
         (home / "postgres").mkdir()
         DiskReserve(home, 0).ensure_room(0)
-        assert DatabaseReserve(home).shortage() is None
+        assert DatabaseReserve(home).describe_shortage() is None
         for number in range(300):
             (home / str(number)).touch()
         with pytest.raises(DiskReserveReached, match="inodes free"):
             DiskReserve(home, 0).ensure_room(0)
-        assert "inodes free" in (DatabaseReserve(home).shortage() or "")
+        assert "inodes free" in (DatabaseReserve(home).describe_shortage() or "")
 
 
 def test_only_the_embedded_database_of_this_home_has_a_reserve(tmp_path: Path) -> None:

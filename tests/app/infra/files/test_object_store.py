@@ -76,12 +76,12 @@ class TestAStore:
 
     def test_is_claimed_by_one_installation(self, store: ObjectStore) -> None:
         with pytest.raises(WrongStore, match="has no file") as refused:
-            store.claim("ins_1", lambda: False)
+            store.claim_for("ins_1", lambda: False)
         assert not refused.value.is_marked
-        store.claim("ins_1", lambda: True)
-        store.claim("ins_1", lambda: False)
+        store.claim_for("ins_1", lambda: True)
+        store.claim_for("ins_1", lambda: False)
         with pytest.raises(WrongStore, match="belongs to another installation") as refused:
-            store.claim("ins_2", lambda: True)
+            store.claim_for("ins_2", lambda: True)
         assert refused.value.is_marked
         with pytest.raises(WrongStore):
             store.check_owner(None)
@@ -103,7 +103,7 @@ class TestAStore:
     def test_reaches_nothing_outside_its_url(self, key: str) -> None:
         store = ObjectStore("memory://bucket/prefix", "ANNEAL_STORAGE")
         try:
-            place = store.place(key)
+            place = store.path_of(key)
         except OutsideStorage:
             return
         assert os.path.normpath(place) == place and place.startswith("/bucket/prefix/")
@@ -111,7 +111,7 @@ class TestAStore:
 
 def test_a_key_that_s3fs_would_cut_is_refused() -> None:
     with pytest.raises(OutsideStorage, match="versionId"):
-        ObjectStore("memory://bucket", "ANNEAL_STORAGE").place("a?versionId=1")
+        ObjectStore("memory://bucket", "ANNEAL_STORAGE").path_of("a?versionId=1")
 
 
 def test_a_share_that_is_not_mounted_takes_nothing(tmp_path: Path) -> None:

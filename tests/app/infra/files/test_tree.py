@@ -52,19 +52,19 @@ def test_an_empty_folder_that_cannot_be_moved_is_removed(tmp_path: Path, monkeyp
 
 
 def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
-    kept = tmp_path / "kept" / "file"
-    kept.parent.mkdir()
-    kept.touch()
+    target = tmp_path / "kept" / "file"
+    target.parent.mkdir()
+    target.touch()
     (tmp_path / "top" / "a" / "b").mkdir(parents=True)
     for link in (tmp_path / "top" / "link", tmp_path / "top" / "a" / "b" / "link"):
-        link.symlink_to(kept.parent)
+        link.symlink_to(target.parent)
     os.mkfifo(tmp_path / "top" / "a" / "pipe")
     remove_tree(tmp_path / "top")
-    assert kept.exists() and not (tmp_path / "top").exists()
+    assert target.exists() and not (tmp_path / "top").exists()
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
-        (tmp_path / "link").symlink_to(kept.parent)
+        (tmp_path / "link").symlink_to(target.parent)
         remove_tree(tmp_path / "link")
-    assert kept.exists()
+    assert target.exists()
 
 
 def test_what_cannot_be_removed_is_raised_after_all_else_is_gone(

@@ -120,8 +120,8 @@ with home_lock.stop_holder(home) as holder:
     print(holder.wait(60))
 print(running.wait(60))
 worker = subprocess.Popen(["sleep", "600"])
-status = WorkerStatus("wrk", ProcessIdentity.of(worker.pid, start_time(worker.pid)))
-print(status.signal(DRAIN_SIGNAL))
+status = WorkerStatus("wrk", ProcessIdentity.of_process(worker.pid, start_time(worker.pid)))
+print(status.send_signal(DRAIN_SIGNAL))
 print(worker.wait(60))
-print(status.signal(DRAIN_SIGNAL))
+print(status.send_signal(DRAIN_SIGNAL))
 """

@@ -54,15 +54,15 @@ class TestAnAction:
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         assert renewed(engine, trainer).actions is None
-        made = [
+        actions = [
             ask(shared_api, trainer.run_id, "sample", prompts=["a", "b"], temperature=0),
             ask(shared_api, trainer.run_id, "set_learning_rate", learning_rate=1e-5),
             ask(shared_api, trainer.run_id, "extend", max_steps="4k"),
         ]
-        assert [answer.status_code for answer in made] == [202] * 3
-        shown = [answer.json() for answer in made]
+        assert [answer.status_code for answer in actions] == [202] * 3
+        shown = [answer.json() for answer in actions]
         path = f"/v1/runs/{trainer.run_id}/actions"
-        assert made[0].headers["location"] == f"{path}/{shown[0]['id']}"
+        assert actions[0].headers["location"] == f"{path}/{shown[0]['id']}"
         assert all((it["status"], it["step"], it["finished_at"]) == ("waiting", None, None) for it in shown)
         assert [(it["id"], it["action"], it["parameters"]) for it in renewed(engine, trainer).actions] == [
             (shown[0]["id"], "sample", {"prompts": ["a", "b"], "temperature": 0.0, "max_new_tokens": 64}),
@@ -78,8 +78,8 @@ class TestAnAction:
         assert [it["id"] for it in renewed(engine, trainer).actions] == [shown[1]["id"], shown[2]["id"]]
 
     def test_is_in_the_audit_list(self, shared_api: ApiServer, trainer: Trainer) -> None:
-        made = ask(shared_api, trainer.run_id, "checkpoint").json()
-        (entry,) = shared_api.client.get("/v1/audit", params={"resource": made["id"]}).json()["data"]
+        action = ask(shared_api, trainer.run_id, "checkpoint").json()
+        (entry,) = shared_api.client.get("/v1/audit", params={"resource": action["id"]}).json()["data"]
         assert (entry["route"], entry["status"]) == ("/v1/runs/{run_id}/actions", 202)
 
     def test_is_made_once_for_an_idempotency_key(self, shared_api: ApiServer, trainer: Trainer) -> None:
@@ -92,9 +92,9 @@ class TestAnAction:
         assert (again["id"], again["status"]) == (first["id"], "refused")
 
     def test_of_another_run_or_of_none_is_a_404(self, shared_api: ApiServer, engine: Engine, trainer: Trainer) -> None:
-        made = ask(shared_api, trainer.run_id, "checkpoint").json()["id"]
+        action_id = ask(shared_api, trainer.run_id, "checkpoint").json()["id"]
         other = make_run(shared_api.client, make_dataset(engine))["id"]
-        answer = shared_api.client.get(f"/v1/runs/{other}/actions/{made}")
+        answer = shared_api.client.get(f"/v1/runs/{other}/actions/{action_id}")
         assert (answer.status_code, answer.json()["code"]) == (404, "action_not_found")
         assert ask(shared_api, "run_none", "checkpoint").json()["code"] == "run_not_found"
         shared_api.client.post(f"/v1/runs/{other}/stop")
@@ -215,9 +215,9 @@ class TestRefused:
 
 class TestTheEndOfTheRun:
     def test_refuses_what_still_waits_and_says_why(self, shared_api: ApiServer, trainer: Trainer) -> None:
-        made = ask(shared_api, trainer.run_id, "checkpoint").json()
+        action = ask(shared_api, trainer.run_id, "checkpoint").json()
         trainer.complete()
-        left = shared_api.client.get(f"/v1/runs/{trainer.run_id}/actions/{made['id']}").json()
+        left = shared_api.client.get(f"/v1/runs/{trainer.run_id}/actions/{action['id']}").json()
         assert left["status"] == "refused" and left["finished_at"] and "completed" in left["message"]
 
     def test_finds_an_action_that_was_accepted_while_it_waited_for_the_run(
@@ -262,12 +262,15 @@ class TestTheEndOfTheRun:
 def test_an_attempt_does_again_what_lies_behind_its_checkpoint(
     shared_api: ApiServer, engine: Engine, trainer: Trainer
 ) -> None:
-    made = [ask(shared_api, trainer.run_id, "checkpoint").json()["id"] for _ in range(4)]
-    for action_id, step in zip(made, (30, 20, 20), strict=False):  # the last one waits
+    action_ids = [ask(shared_api, trainer.run_id, "checkpoint").json()["id"] for _ in range(4)]
+    for action_id, step in zip(action_ids, (30, 20, 20), strict=False):  # the last one waits
         done(engine, action_id, step)
     with engine.connect() as connection:
-        found = [connection.execute(done_after(trainer.run_id, step)).scalar_one() for step in (0, 19, 20, 30)]
-    assert [[it["id"] for it in one] for one in found] == [
-        [made[1], made[2], made[0]], [made[1], made[2], made[0]], [made[0]], [],
-    ]  # fmt: skip
-    assert found[2] == [{"id": made[0], "action": "checkpoint", "parameters": {"pin": False}, "step": 30}]
+        replayed = [connection.execute(done_after(trainer.run_id, step)).scalar_one() for step in (0, 19, 20, 30)]
+    assert [[it["id"] for it in one] for one in replayed] == [
+        [action_ids[at] for at in (1, 2, 0)],
+        [action_ids[at] for at in (1, 2, 0)],
+        [action_ids[0]],
+        [],
+    ]
+    assert replayed[2] == [{"id": action_ids[0], "action": "checkpoint", "parameters": {"pin": False}, "step": 30}]

@@ -135,8 +135,8 @@ def test_all_of_them_come_as_one_archive(shared_api: ApiServer, run: str, tmp_pa
         for path in output.rglob("*")
         if not path.is_symlink() and path.is_file()
     }
-    found = {path.relative_to(tmp_path / run): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert found == files and len(files) == 5
+    unpacked = {path.relative_to(tmp_path / run): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert unpacked == files and len(files) == 5
     assert subprocess.run(["tar", "t"], input=answer.content, capture_output=True, check=True).stderr == b""
     assert shared_api.client.get(f"/v1/runs/{new_id('run')}/artifacts.tar").status_code == 404
 
@@ -191,10 +191,10 @@ def test_an_unknown_run_is_404(shared_api: ApiServer) -> None:
 def test_nothing_but_a_file_of_the_output_is_ever_sent(shared_api: ApiServer, run: str, path: str) -> None:
     """Sent raw, as a client's own normalisation would hide the attack."""
     storage = Storage(shared_api.settings)
-    storage.journal(run).write_text("secret")
+    storage.journal_path(run).write_text("secret")
     output = storage.output_dir(run, 1)
     (output.parent / "journal.jsonl").write_text("secret")
-    (output / "link").symlink_to(storage.journal(run))
+    (output / "link").symlink_to(storage.journal_path(run))
     (output / "folder").symlink_to(storage.run_dir(run))
     request = (
         f"GET /v1/runs/{run}/artifacts/{path} HTTP/1.1\r\nHost: localhost\r\n"
@@ -267,13 +267,13 @@ def test_a_file_that_becomes_a_link_after_it_was_listed_is_not_followed(
 ) -> None:
     output = Storage(shared_api.settings).output_dir(run, 1)
     folder = folders.LocalFolder(output)
-    members = archive.members(folder, run)
+    members = archive.list_members(folder, run)
     (tmp_path / "other").write_bytes(b"secret" * 10_000)
     (output / "adapter_model.safetensors").unlink()
     (output / "adapter_model.safetensors").symlink_to(tmp_path / "other")
     sent = []
     with pytest.raises(OSError):
-        sent.extend(archive.stream(folder, members))
+        sent.extend(archive.stream_archive(folder, members))
     assert b"secret" not in b"".join(sent)
 
 

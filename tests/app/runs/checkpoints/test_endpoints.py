@@ -26,16 +26,16 @@ def trainer(api: ApiServer, engine: Engine) -> Trainer:
 
 class TestCheckpoints:
     def test_are_listed_newest_first_in_pages(self, api: ApiServer, trainer: Trainer) -> None:
-        made = [trainer.checkpoint(step) for step in (10, 20, 30)]
+        checkpoints = [trainer.checkpoint(step) for step in (10, 20, 30)]
         path = f"/v1/runs/{trainer.run_id}/checkpoints"
         page = api.client.get(path, params={"limit": 2}).json()
-        assert [it["id"] for it in page["data"]] == [made[2], made[1]] and page["has_more"]
-        rest = api.client.get(path, params={"limit": 2, "after": made[1]}).json()
-        assert [it["id"] for it in rest["data"]] == [made[0]] and not rest["has_more"]
+        assert [it["id"] for it in page["data"]] == [checkpoints[2], checkpoints[1]] and page["has_more"]
+        rest = api.client.get(path, params={"limit": 2, "after": checkpoints[1]}).json()
+        assert [it["id"] for it in rest["data"]] == [checkpoints[0]] and not rest["has_more"]
 
     def test_report_what_they_hold(self, api: ApiServer, trainer: Trainer) -> None:
-        made = trainer.checkpoint(40, kind="best")
-        read = api.client.get(f"/v1/runs/{trainer.run_id}/checkpoints/{made}").json()
+        checkpoint = trainer.checkpoint(40, kind="best")
+        read = api.client.get(f"/v1/runs/{trainer.run_id}/checkpoints/{checkpoint}").json()
         assert (read["step"], read["epoch"], read["kind"], read["bytes"]) == (40, 0.4, "best", 10)
         assert (read["metrics"], read["name"], read["attempt"]) == ({"loss": 1.5}, "checkpoint-40", 1)
         assert read["created_at"].endswith("Z") and read["bad_reason"] is None
@@ -44,10 +44,12 @@ class TestCheckpoints:
     def test_the_best_of_the_good_ones_is_marked(
         self, api: ApiServer, engine: Engine, trainer: Trainer, name: str
     ) -> None:
-        made = [trainer.checkpoint(step, metrics={name: value}) for step, value in ((10, 3.0), (20, 2.0), (30, 4.0))]
+        checkpoints = [
+            trainer.checkpoint(step, metrics={name: value}) for step, value in ((10, 3.0), (20, 2.0), (30, 4.0))
+        ]
         trainer.checkpoint(40)
         path = f"/v1/runs/{trainer.run_id}/checkpoints"
-        best, second = made[1 if name == "eval_loss" else 2], made[0]
+        best, second = checkpoints[1 if name == "eval_loss" else 2], checkpoints[0]
         assert [it["id"] for it in api.client.get(path).json()["data"] if it["is_best"]] == [best]
         assert api.client.get(f"{path}/{best}").json()["is_best"]
         mark_checkpoint(engine, best, bad_reason="weights have another hash")
@@ -67,10 +69,10 @@ class TestCheckpoints:
         assert api.client.get(f"/v1/runs/{trainer.run_id}").json()["checkpoint_path"] is None
 
     def test_of_another_run_or_of_none_are_a_404(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:
-        made = trainer.checkpoint(10)
+        checkpoint = trainer.checkpoint(10)
         other = make_run(api.client, make_dataset(engine))["id"]
         for path in (
-            f"/v1/runs/{other}/checkpoints/{made}",
+            f"/v1/runs/{other}/checkpoints/{checkpoint}",
             f"/v1/runs/{trainer.run_id}/checkpoints/{new_id('ckpt')}",
             f"/v1/runs/{trainer.run_id}/checkpoints/checkpoint-10",
         ):

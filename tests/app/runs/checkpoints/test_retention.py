@@ -26,10 +26,10 @@ def trainer(settings: Settings) -> Iterator[Trainer]:
 def retire(trainer: Trainer, keep: int) -> list[str]:
     """Names of what went."""
     with trainer.engine.begin() as connection:
-        return sorted(name for _, name in retention.retire(connection, trainer.run_id, keep))
+        return sorted(name for _, name in retention.retire_checkpoints(connection, trainer.run_id, keep))
 
 
-def kept(engine: Engine) -> list[int]:
+def kept_steps(engine: Engine) -> list[int]:
     with engine.connect() as connection:
         there = select(Checkpoint.step).where(Checkpoint.deleted_at.is_(None)).order_by(Checkpoint.step)
         return list(connection.scalars(there).all())
@@ -40,7 +40,7 @@ def test_the_furthest_are_kept_and_the_others_go(trainer: Trainer, keep: int, st
     for step in (1, 2, 3, 4):
         trainer.checkpoint(step)
     retire(trainer, keep)
-    assert kept(trainer.engine) == steps
+    assert kept_steps(trainer.engine) == steps
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_what_an_attempt_saves_stays_however_far_an_earlier_one_was(
     for step, there in zip((10, 20, 30), saved, strict=True):
         later.checkpoint(step)
         retire(later, keep)
-        assert kept(trainer.engine) == there
+        assert kept_steps(trainer.engine) == there
     later.checkpoint(110)
     retire(later, 1)
-    assert kept(trainer.engine) == [110], "the other has been overtaken"
+    assert kept_steps(trainer.engine) == [110], "the other has been overtaken"
 
 
 def test_a_pinned_one_stays_however_old(trainer: Trainer) -> None:
@@ -68,36 +68,36 @@ def test_a_pinned_one_stays_however_old(trainer: Trainer) -> None:
         trainer.checkpoint(step)
     mark_checkpoint(trainer.engine, pinned, pinned=True)
     assert retire(trainer, 1) == ["checkpoint-2"]
-    assert kept(trainer.engine) == [1, 3]
+    assert kept_steps(trainer.engine) == [1, 3]
 
 
 def test_one_that_a_request_is_about_to_evaluate_stays(trainer: Trainer) -> None:
     """The request locks it, and commits its run while this waits for the lock."""
-    asked = trainer.checkpoint(1)
+    checkpoint = trainer.checkpoint(1)
     trainer.checkpoint(2)
     evaluating = add_run(trainer.engine, task="evaluate")
     with ThreadPoolExecutor(1) as pool, trainer.engine.connect() as request:
-        request.execute(select(Checkpoint.id).where(Checkpoint.id == asked).with_for_update(read=True))
-        request.execute(update(Run).where(Run.id == evaluating.id).values(resume_checkpoint_id=asked))
+        request.execute(select(Checkpoint.id).where(Checkpoint.id == checkpoint).with_for_update(read=True))
+        request.execute(update(Run).where(Run.id == evaluating.id).values(resume_checkpoint_id=checkpoint))
         retired = pool.submit(retire, trainer, 1)
         eventually(lambda: waiting_for_locks(trainer.engine))
         request.commit()
         assert retired.result() == []
-    assert kept(trainer.engine) == [1, 2]
+    assert kept_steps(trainer.engine) == [1, 2]
 
 
 def test_the_one_with_the_lowest_evaluation_loss_stays(trainer: Trainer) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
         trainer.checkpoint(step, metrics={"eval_loss": loss})
     retire(trainer, 1)
-    assert kept(trainer.engine) == [2, 4]
+    assert kept_steps(trainer.engine) == [2, 4]
 
 
 def test_where_rewards_judge_the_one_with_the_highest_stays(trainer: Trainer) -> None:
     for step, reward in ((1, 0.3), (2, 0.9), (3, -0.2), (4, None)):
         trainer.checkpoint(step, metrics={"eval_reward": reward})
     retire(trainer, 1)
-    assert kept(trainer.engine) == [2, 4]
+    assert kept_steps(trainer.engine) == [2, 4]
 
 
 def test_a_damaged_one_does_not_count_as_the_newest(trainer: Trainer) -> None:
@@ -106,7 +106,7 @@ def test_a_damaged_one_does_not_count_as_the_newest(trainer: Trainer) -> None:
     damaged = trainer.checkpoint(3)
     mark_checkpoint(trainer.engine, damaged, bad_reason="weights has other contents than were written")
     assert retire(trainer, 1) == ["checkpoint-1", "checkpoint-3"]
-    assert kept(trainer.engine) == [2]
+    assert kept_steps(trainer.engine) == [2]
 
 
 def test_nothing_of_another_run_is_touched(trainer: Trainer) -> None:
@@ -115,4 +115,4 @@ def test_nothing_of_another_run_is_touched(trainer: Trainer) -> None:
     for step in (2, 3):
         other.checkpoint(step)
     assert retire(other, 1) == ["checkpoint-2"]
-    assert kept(trainer.engine) == [1, 3]
+    assert kept_steps(trainer.engine) == [1, 3]

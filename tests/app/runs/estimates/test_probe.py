@@ -53,12 +53,12 @@ def body(engine: Engine, **more: Any) -> dict[str, Any]:
     return {"dataset_id": make_dataset(engine), "name": "counting", "priority": 7, "config": config, **more}
 
 
-def probed(api: ApiServer, asked: dict[str, Any], **headers: str) -> dict[str, Any]:
-    answer = api.client.post("/v1/runs/estimate", json={**asked, "probe": True}, headers=headers)
+def probed(api: ApiServer, request: dict[str, Any], **headers: str) -> dict[str, Any]:
+    answer = api.client.post("/v1/runs/estimate", json={**request, "probe": True}, headers=headers)
     assert answer.status_code == 202, answer.text
-    found: dict[str, Any] = answer.json()
-    assert answer.headers["location"] == f"/v1/runs/{found['probe_run_id']}"
-    return found
+    estimate: dict[str, Any] = answer.json()
+    assert answer.headers["location"] == f"/v1/runs/{estimate['probe_run_id']}"
+    return estimate
 
 
 def measure(engine: Engine, run_id: str) -> Trainer:
@@ -72,12 +72,12 @@ def measure(engine: Engine, run_id: str) -> Trainer:
 
 def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, engine: Engine) -> None:
     experiment = make_experiment(engine)
-    asked = body(engine, experiment_id=experiment, tags=["mine"], resources={"devices": 2})
-    plain = api.client.post("/v1/runs/estimate", json=asked).json()
+    request = body(engine, experiment_id=experiment, tags=["mine"], resources={"devices": 2})
+    plain = api.client.post("/v1/runs/estimate", json=request).json()
     assert plain["probe_run_id"] is None and count_runs(engine) == 0
-    found = probed(api, asked, **{"Idempotency-Key": "k1"})
-    assert found["steps"] == plain["steps"] == 250
-    run = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()
+    estimate = probed(api, request, **{"Idempotency-Key": "k1"})
+    assert estimate["steps"] == plain["steps"] == 250
+    run = api.client.get(f"/v1/runs/{estimate['probe_run_id']}").json()
     assert (run["name"], run["tags"], run["priority"]) == ("probe of counting", ["mine", "probe"], 7)
     assert (run["experiment_id"], run["eval_dataset_id"], run["status"]) == (experiment, None, "pending")
     assert run["resources"]["devices"] == 2, "as many as the run would have"
@@ -88,9 +88,9 @@ def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, 
     assert (config["max_steps"], config["save_steps"], config["learning_rate"]) == (300, 1000, 1e-3)
     assert config["extra"] == {"max_grad_norm": 2.0, "probe": True}
     # It keeps what was estimated of the whole run, and the same request makes no second one.
-    assert run["estimate"]["seconds"] == found["seconds"] is not None
-    assert run["probe"] == found["probe"] and run["probe"]["message"] == "The probe has not ended yet."
-    assert probed(api, asked, **{"Idempotency-Key": "k1"})["probe_run_id"] == run["id"]
+    assert run["estimate"]["seconds"] == estimate["seconds"] is not None
+    assert run["probe"] == estimate["probe"] and run["probe"]["message"] == "The probe has not ended yet."
+    assert probed(api, request, **{"Idempotency-Key": "k1"})["probe_run_id"] == run["id"]
     assert count_runs(engine) == 1
     listed = api.client.get("/v1/audit").json()["data"]
     assert [(one["status"], one["resource"]) for one in listed if "estimate" in one["route"]] == [(202, run["id"])] * 2
@@ -98,24 +98,24 @@ def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, 
 
 def test_what_two_steps_took_is_reported_of_the_whole_run(api: ApiServer, engine: Engine) -> None:
     experiment = make_experiment(engine)
-    asked = body(engine, experiment_id=experiment)
+    request = body(engine, experiment_id=experiment)
     # How many packed sequences there are only the trainer knows.
-    asked["config"] |= {"packing": True, "max_steps": None, "stop_at_step": None}
-    found = probed(api, asked)
-    measure(engine, found["probe_run_id"]).complete()
-    mark_run(engine, found["probe_run_id"], best_loss=1.0)
-    run = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()
+    request["config"] |= {"packing": True, "max_steps": None, "stop_at_step": None}
+    estimate = probed(api, request)
+    measure(engine, estimate["probe_run_id"]).complete()
+    mark_run(engine, estimate["probe_run_id"], best_loss=1.0)
+    run = api.client.get(f"/v1/runs/{estimate['probe_run_id']}").json()
     assert run["measured"] == {
         "peak_memory_mb": 900.0, "reserved_memory_mb": 950.0, "tokens_per_second": 1000.0, "step_seconds": 0.5,
     }  # fmt: skip
     reported = run["probe"]
     # Of the 240 that the trainer has counted, a fifth is held out.
     assert (reported["fits"], reported["steps"], reported["seconds_at_most"]) == (True, 192, 96.0)
-    assert reported["seconds"] == pytest.approx(min(found["tokens"] / 1000, 96.0), abs=0.1)
+    assert reported["seconds"] == pytest.approx(min(estimate["tokens"] / 1000, 96.0), abs=0.1)
     assert "fits on EPYC" in reported["message"] and "900 MiB" in reported["message"]
     # Its loss and its speed are those of the longest rows: nothing is to be held against them.
     assert api.client.get(f"/v1/experiments/{experiment}").json()["best_runs"] == []
-    assert api.client.post("/v1/runs/estimate", json=asked).json()["confidence"]["seconds"] == "assumed"
+    assert api.client.post("/v1/runs/estimate", json=request).json()["confidence"]["seconds"] == "assumed"
 
 
 def test_out_of_memory_is_an_answer_and_any_other_failure_is_none(api: ApiServer, engine: Engine) -> None:
@@ -129,13 +129,13 @@ def test_out_of_memory_is_an_answer_and_any_other_failure_is_none(api: ApiServer
         (memory, none, {"phase": "tokenizing"}, None, "The host ran out of memory during tokenizing"),
         ("bad_data", cpu, {"phase": "tokenizing"}, None, "before it measured anything"),
     ):
-        found = probed(api, body(engine))
-        trainer = Trainer(engine, found["probe_run_id"]).begin(total=2)
+        estimate = probed(api, body(engine))
+        trainer = Trainer(engine, estimate["probe_run_id"]).begin(total=2)
         trainer.events("config", {"facts": facts})
         trainer.fail(code, "Because of this.")
         with engine.begin() as connection:
             connection.execute(update(Attempt).where(Attempt.run_id == trainer.run_id).values(report=report))
-        reported = api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]
+        reported = api.client.get(f"/v1/runs/{estimate['probe_run_id']}").json()["probe"]
         assert reported["fits"] is fits and says in reported["message"] and "Because of this." in reported["message"], (
             reported
         )
@@ -194,15 +194,15 @@ def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine
     )  # fmt: skip
     together: dict[str, Any] = {"extra": {}}
     for name, config in _OPTIONS.items():
-        asked = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
-        probed(api, asked)  # it is validated like the run
+        request = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
+        probed(api, request)  # it is validated like the run
         if name not in replaced:
             together = {**together, **config, "extra": {**together["extra"], **config["extra"]}}
     probed(api, {"dataset_id": dataset, "config": {"base_model": "tiny", **together}})
 
 
 @pytest.mark.parametrize(
-    ("asked", "steps"),
+    ("fields", "steps"),
     [
         ({"stop_at_step": 100}, 100),
         ({"eval_split": 0.25, "eval_steps": 50}, 180),
@@ -211,21 +211,21 @@ def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine
     ],
 )
 def test_steps_that_the_trainer_counts_are_those_of_what_was_asked(
-    api: ApiServer, engine: Engine, asked: dict[str, Any], steps: int
+    api: ApiServer, engine: Engine, fields: dict[str, Any], steps: int
 ) -> None:
-    config = {"base_model": "tiny", "packing": True, **asked}
-    found = probed(api, {"dataset_id": make_dataset(engine), "config": config})
-    measure(engine, found["probe_run_id"]).complete()
-    assert api.client.get(f"/v1/runs/{found['probe_run_id']}").json()["probe"]["steps"] == steps
+    config = {"base_model": "tiny", "packing": True, **fields}
+    estimate = probed(api, {"dataset_id": make_dataset(engine), "config": config})
+    measure(engine, estimate["probe_run_id"]).complete()
+    assert api.client.get(f"/v1/runs/{estimate['probe_run_id']}").json()["probe"]["steps"] == steps
 
 
 def test_a_repeated_request_finds_its_probe_also_when_the_model_is_gone(api: ApiServer, engine: Engine) -> None:
-    asked, key = body(engine), {"Idempotency-Key": "k2"}
-    first = probed(api, asked, **key)
+    request, key = body(engine), {"Idempotency-Key": "k2"}
+    first = probed(api, request, **key)
     (api.settings.models_folder / "tiny" / "config.json").unlink()
     (api.settings.models_folder / "tiny").rename(api.settings.models_folder / "gone")
-    assert probed(api, asked, **key) == first
-    answer = api.client.post("/v1/runs/estimate", json={**asked, "name": "other", "probe": True}, headers=key)
+    assert probed(api, request, **key) == first
+    answer = api.client.post("/v1/runs/estimate", json={**request, "name": "other", "probe": True}, headers=key)
     assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
 
 
@@ -233,11 +233,11 @@ def test_what_cannot_be_measured_is_refused_and_makes_nothing(api: ApiServer, en
     dataset = make_dataset(engine)
     fake = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any", "method": "sft"}}
     wrong = {"dataset_id": dataset, "config": {"base_model": "tiny", "lora_r": 0}}
-    for asked, field, code in (
+    for changes, field, code in (
         (fake, "probe", "not_supported"),
         (wrong, "config.lora_r", "out_of_range"),
     ):
-        answer = api.client.post("/v1/runs/estimate", json={**asked, "probe": True})
+        answer = api.client.post("/v1/runs/estimate", json={**changes, "probe": True})
         assert answer.status_code == 422
         assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [(field, code)]
     assert count_runs(engine) == 0
@@ -248,8 +248,8 @@ def test_client_and_command_wait_and_show_both(shared_api: ApiServer, anneal: An
     (make_model(api.settings, "tiny") / "config.json").write_text(json.dumps(_CONFIG))
     for other in api.client.get("/v1/runs?status=pending").json()["data"]:
         api.client.post(f"/v1/runs/{other['id']}/stop")
-    asked = body(engine)
-    (tmp_path / "run.json").write_text(json.dumps(asked))
+    request = body(engine)
+    (tmp_path / "run.json").write_text(json.dumps(request))
 
     def work() -> None:
         (waiting,) = eventually(lambda: api.client.get("/v1/runs?tag=probe&status=pending").json()["data"])
@@ -257,7 +257,7 @@ def test_client_and_command_wait_and_show_both(shared_api: ApiServer, anneal: An
 
     with ThreadPoolExecutor() as worker, Anneal(api.url, api.key) as client:
         done = worker.submit(work)
-        both = client.runs.estimate(asked, probe=True)
+        both = client.runs.estimate(request, probe=True)
         done.result()
         assert both.memory_mb is not None and both.measured is not None and both.measured.step_seconds == 0.5
         assert both.probe is not None and both.probe.fits

@@ -66,24 +66,24 @@ def estimated(api: ApiServer, dataset: str, resources: dict[str, Any] | None = N
     body = {"dataset_id": dataset, "config": {"base_model": "qwen", **config}, "resources": resources or {}}
     answer = api.client.post("/v1/runs/estimate", json=body)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    estimate: dict[str, Any] = answer.json()
+    return estimate
 
 
 def test_a_run_is_counted_without_being_made(api: ApiServer, engine: Engine) -> None:
     gpu(engine, 81_559)
-    found = estimated(api, make_dataset(engine), max_steps=100)
+    estimate = estimated(api, make_dataset(engine), max_steps=100)
     # https://huggingface.co/Qwen/Qwen3-8B: 8.2 billion.
-    assert found["parameters"] == {"total": 8_190_735_360, "trainable": 43_646_976}
-    memory = found["memory_mb"]
+    assert estimate["parameters"] == {"total": 8_190_735_360, "trainable": 43_646_976}
+    memory = estimate["memory_mb"]
     # 4 bits and a constant's byte for 64 of the 6.9 billion weights in layers, 2 bytes for the rest.
     assert memory["weights"] == pytest.approx((6_945_767_424 / 2 + 1_244_967_936 * 2) / 2**20, rel=0.001)
     assert memory["quantization_constants"] == pytest.approx(6_945_767_424 / 64 / 2**20, rel=0.05)
     assert memory["weights"] < memory["total"] <= sum(memory.values()) - memory["total"]
-    assert (found["steps"], found["device"]["name"]) == (100, "NVIDIA H100")
-    assert found["confidence"] == {"memory": "formula", "seconds": "assumed"}
-    assert found["seconds"] > 0 and found["cost"] is None
-    assert any("4 bytes of the dataset's file" in sentence for sentence in found["assumptions"])
+    assert (estimate["steps"], estimate["device"]["name"]) == (100, "NVIDIA H100")
+    assert estimate["confidence"] == {"memory": "formula", "seconds": "assumed"}
+    assert estimate["seconds"] > 0 and estimate["cost"] is None
+    assert any("4 bytes of the dataset's file" in sentence for sentence in estimate["assumptions"])
     assert api.client.get("/v1/runs").json()["data"] == []
 
 
@@ -93,8 +93,8 @@ def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_c
     gpu(engine, 81_559)
     gpu(engine, 24_000, "NVIDIA A10")
     gpu(engine, 6_000, "NVIDIA T4")
-    found = estimated(api, make_dataset(engine), batch_size=2, max_steps=10)
-    by_name = {fit["device"]["name"]: fit for fit in found["fits"]}
+    estimate = estimated(api, make_dataset(engine), batch_size=2, max_steps=10)
+    by_name = {fit["device"]["name"]: fit for fit in estimate["fits"]}
     large, middle, small = (by_name[f"NVIDIA {name}"] for name in ("H100", "A10", "T4"))
     assert large["fits"] is True and large["advice"] == []
     # What has less room computes more again.
@@ -122,8 +122,8 @@ def test_liger_kernel_counts_if_all_workers_with_a_gpu_for_the_run_have_it(api: 
     dataset, said = make_dataset(engine), "are those of liger-kernel"
 
     def activations(resources: dict[str, Any] | None = None, **config: Any) -> tuple[float, bool]:
-        found = estimated(api, dataset, resources, max_steps=10, gradient_checkpointing=False, **config)
-        return found["memory_mb"]["activations"], any(said in sentence for sentence in found["assumptions"])
+        estimate = estimated(api, dataset, resources, max_steps=10, gradient_checkpointing=False, **config)
+        return estimate["memory_mb"]["activations"], any(said in sentence for sentence in estimate["assumptions"])
 
     add_worker(engine, backends=["celery"], packages=[])  # a CPU, on which nothing changes
     of_a_cpu = activations({"kind": "cpu"})
@@ -155,14 +155,14 @@ def test_where_no_worker_has_what_the_request_asks_for_the_estimate_says_so(
 ) -> None:
     for label in ("site-a", "site-b"):
         add_worker(engine, backends=["celery"], memory_mb=[64_000], labels=[label])
-    found = estimated(api, make_dataset(engine), resources, max_steps=5)
-    assert found["fits"] == [] and found["device"]["kind"] == resources.get("kind", "cuda")
-    assert f"No online worker of backend `celery` {says}" in found["assumptions"][0]
-    assert found["memory_mb"]["total"] > 0 and found["flops"] > 0
-    assert (found["seconds"], found["cost"]) == (None, None)
-    assert {one["field"] for one in found["unknown"]} == {"seconds", "cost"}
+    estimate = estimated(api, make_dataset(engine), resources, max_steps=5)
+    assert estimate["fits"] == [] and estimate["device"]["kind"] == resources.get("kind", "cuda")
+    assert f"No online worker of backend `celery` {says}" in estimate["assumptions"][0]
+    assert estimate["memory_mb"]["total"] > 0 and estimate["flops"] > 0
+    assert (estimate["seconds"], estimate["cost"]) == (None, None)
+    assert {one["field"] for one in estimate["unknown"]} == {"seconds", "cost"}
     anyway = estimated(api, make_dataset(engine), resources, base_model="nobody/has-this", max_steps=5)
-    assert anyway["device"]["kind"] == found["device"]["kind"]
+    assert anyway["device"]["kind"] == estimate["device"]["kind"]
     assert anyway["fits"] == [] and anyway["assumptions"][0].startswith("No online worker of backend `celery` has")
 
 
@@ -173,9 +173,9 @@ def test_the_estimate_is_for_a_device_that_the_request_allows(api: ApiServer, en
     dataset = make_dataset(engine)
 
     def devices(**resources: Any) -> list[str]:
-        found = estimated(api, dataset, resources, max_steps=5)
-        assert found["device"] == found["fits"][0]["device"] and found["seconds"] > 0
-        return [fit["device"]["name"] for fit in found["fits"]]
+        estimate = estimated(api, dataset, resources, max_steps=5)
+        assert estimate["device"] == estimate["fits"][0]["device"] and estimate["seconds"] > 0
+        return [fit["device"]["name"] for fit in estimate["fits"]]
 
     assert devices() == ["NVIDIA H100", "NVIDIA A10", "cpu"]
     assert devices(kind="cuda") == ["NVIDIA H100", "NVIDIA A10"]
@@ -184,8 +184,8 @@ def test_the_estimate_is_for_a_device_that_the_request_allows(api: ApiServer, en
     assert devices(memory_mb=64_000) == ["NVIDIA H100", "cpu"]
     config = {"base_model": "qwen", "max_steps": 5}
     run = make_run(api.client, dataset, backend="celery", config=config, resources={"gpu": "a10"})
-    kept = eventually(lambda: api.client.get(f"/v1/runs/{run['id']}").json()["estimate"])
-    assert kept["device"]["name"] == "NVIDIA A10"
+    stored = eventually(lambda: api.client.get(f"/v1/runs/{run['id']}").json()["estimate"])
+    assert stored["device"]["name"] == "NVIDIA A10"
 
 
 def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, length: int = 25) -> None:
@@ -212,10 +212,10 @@ def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, lengt
 )
 def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: Engine, file: Any, says: str) -> None:
     (api.settings.models_folder / "qwen" / "config.json").write_text(json.dumps(file))
-    found = estimated(api, make_dataset(engine))
-    assert [found[name] for name in ("parameters", "memory_mb", "seconds", "cost")] == [None] * 4
-    assert {item["field"] for item in found["unknown"]} >= {"memory_mb", "seconds"}
-    assert json.dumps(found).count(says) == 1 and says in found["unknown"][0]["reason"]
+    estimate = estimated(api, make_dataset(engine))
+    assert [estimate[name] for name in ("parameters", "memory_mb", "seconds", "cost")] == [None] * 4
+    assert {item["field"] for item in estimate["unknown"]} >= {"memory_mb", "seconds"}
+    assert json.dumps(estimate).count(says) == 1 and says in estimate["unknown"][0]["reason"]
 
 
 @pytest.fixture
@@ -232,8 +232,8 @@ def test_a_hub_model_is_estimated_from_its_configuration_before_any_download(
 ) -> None:
     dataset = make_dataset(engine)
     hub.files["/org/qwen/resolve/v1/config.json"] = json.dumps(_CONFIG).encode()
-    found, local = (estimated(api, dataset, **named) for named in ({"base_model": "org/qwen", "revision": "v1"}, {}))
-    assert found["parameters"] == local["parameters"] and found["memory_mb"] == local["memory_mb"]
+    of_hub, local = (estimated(api, dataset, **named) for named in ({"base_model": "org/qwen", "revision": "v1"}, {}))
+    assert of_hub["parameters"] == local["parameters"] and of_hub["memory_mb"] == local["memory_mb"]
     assert estimated(api, dataset, base_model="org/qwen", revision="v1")["memory_mb"] == local["memory_mb"]
     assert hub.asked == ["/org/qwen/resolve/v1/config.json"], "one small file, once"
     config = {"base_model": "org/qwen", "revision": "v1"}
@@ -262,16 +262,16 @@ def test_a_hub_model_whose_configuration_cannot_be_read_is_not_guessed(
         hub.files[path] = content
     if redirect is not None:
         hub.redirects[path] = redirect
-    found = estimated(api, make_dataset(engine), base_model="org/m")
-    assert found["memory_mb"] is None and says in found["unknown"][0]["reason"]
+    estimate = estimated(api, make_dataset(engine), base_model="org/m")
+    assert estimate["memory_mb"] is None and says in estimate["unknown"][0]["reason"]
 
 
 def test_an_offline_hub_is_not_asked(
     api: ApiServer, engine: Engine, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = estimated(api, make_dataset(engine), base_model="org/m")
-    assert "HF_HUB_OFFLINE is set" in found["unknown"][0]["reason"] and hub.asked == []
+    estimate = estimated(api, make_dataset(engine), base_model="org/m")
+    assert "HF_HUB_OFFLINE is set" in estimate["unknown"][0]["reason"] and hub.asked == []
 
 
 def test_steps_and_tokens_are_reported_without_the_model(api: ApiServer, engine: Engine) -> None:
@@ -286,8 +286,8 @@ def test_steps_and_tokens_are_reported_without_the_model(api: ApiServer, engine:
 def test_a_model_is_estimated_before_its_weights_are_here(api: ApiServer, engine: Engine) -> None:
     (api.settings.models_folder / "qwen" / "model.safetensors").unlink()
     body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 5}}
-    found = estimated(api, body["dataset_id"], max_steps=5)
-    assert found["parameters"]["total"] == 8_190_735_360
+    estimate = estimated(api, body["dataset_id"], max_steps=5)
+    assert estimate["parameters"]["total"] == 8_190_735_360
     for path, more in (("", {}), ("/estimate", {"probe": True})):
         answer = api.client.post(f"/v1/runs{path}", json={**body, **more})
         assert answer.status_code == 422 and "no safetensors weights" in answer.text
@@ -330,12 +330,20 @@ def test_the_speed_of_earlier_runs_counts_for_each_of_their_devices(
     dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
     on_two = {"devices": 2, "sequence_parallel": sequence_parallel}
     trained(engine, make_run(api.client, dataset, backend="celery", config=config, resources=on_two), "cpu", 50.0)
-    one, two = (estimated(api, dataset, {"devices": devices}, **{**config, "method": method}) for devices in (1, 2))
+    with_one, with_two = (
+        estimated(api, dataset, {"devices": devices}, **{**config, "method": method}) for devices in (1, 2)
+    )
     is_same = method == "sft"
-    assert {found["confidence"]["seconds"] for found in (one, two)} == {"history" if is_same else "comparable"}
-    assert one["seconds"] == pytest.approx(one["tokens"] / 25 if is_same else one["flops"] / 25e9, rel=0.01)
-    assert two["seconds"] == pytest.approx(two["tokens"] / 50 if is_same else two["flops"] / 50e9, rel=0.01)
-    assert [_SCALED in " ".join(found["assumptions"]) for found in (one, two)] == [True, False]
+    assert {found["confidence"]["seconds"] for found in (with_one, with_two)} == {
+        "history" if is_same else "comparable"
+    }
+    assert with_one["seconds"] == pytest.approx(
+        with_one["tokens"] / 25 if is_same else with_one["flops"] / 25e9, rel=0.01
+    )
+    assert with_two["seconds"] == pytest.approx(
+        with_two["tokens"] / 50 if is_same else with_two["flops"] / 50e9, rel=0.01
+    )
+    assert [_SCALED in " ".join(found["assumptions"]) for found in (with_one, with_two)] == [True, False]
 
 
 def test_runs_on_as_many_devices_give_the_speed_where_there_are_any(api: ApiServer, engine: Engine) -> None:
@@ -343,9 +351,11 @@ def test_runs_on_as_many_devices_give_the_speed_where_there_are_any(api: ApiServ
     for devices, rate in ((2, 80.0), (1, 50.0), (1, 50.0)):
         run = make_run(api.client, dataset, backend="celery", config=config, resources={"devices": devices})
         trained(engine, run, "cpu", rate)
-    found = estimated(api, dataset, {"devices": 2}, **config)
-    assert found["seconds"] == pytest.approx(found["tokens"] / 80, rel=0.01)
-    assert any("1 earlier run of the same" in one and "40 tokens per second per" in one for one in found["assumptions"])
+    estimate = estimated(api, dataset, {"devices": 2}, **config)
+    assert estimate["seconds"] == pytest.approx(estimate["tokens"] / 80, rel=0.01)
+    assert any(
+        "1 earlier run of the same" in one and "40 tokens per second per" in one for one in estimate["assumptions"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,8 +377,8 @@ def test_of_the_same_model_runs_that_did_something_else_are_only_comparable(
     dataset = make_dataset(engine)  # by its bytes, of 25 tokens a row
     config = {"base_model": "qwen", "method": "sft", **then}
     trained(engine, make_run(api.client, dataset, backend="celery", config=config), "cpu", 50.0, length)
-    found = estimated(api, dataset, method="sft", max_steps=100, **now)
-    assert found["confidence"]["seconds"] == source
+    estimate = estimated(api, dataset, method="sft", max_steps=100, **now)
+    assert estimate["confidence"]["seconds"] == source
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.full)])
@@ -407,27 +417,27 @@ def test_what_a_trainer_has_forged_changes_no_estimate_of_others(
         with engine.begin() as connection:
             connection.execute(insert(AttemptTimings).values(run_id=run["id"], attempt=1, timings={}, **pace))
     for method in ("sft", "full"):
-        found = estimated(api, dataset, max_steps=100, method=method)
-        assert 0 < found["seconds"] < 1e9
+        estimate = estimated(api, dataset, max_steps=100, method=method)
+        assert 0 < estimate["seconds"] < 1e9
         if rate != 50.0:
-            assert found["confidence"]["seconds"] == "assumed"
+            assert estimate["confidence"]["seconds"] == "assumed"
     assert api.client.get(f"/v1/runs/{run['id']}").status_code == 200
 
 
 def test_an_estimate_stays_beside_what_was_measured(api: ApiServer, engine: Engine) -> None:
     with Anneal(api.url, api.key) as client:
-        made = client.runs.create(
+        created = client.runs.create(
             {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 100}}
         )
-        assert made.estimate is None and made.measured is None, "no run waits for it"
-        kept = eventually(lambda: client.runs.get(made.id).estimate)
-        assert kept.parameters is not None and len(kept.fits) <= 1
-        trainer = Trainer(engine, made.id)
+        assert created.estimate is None and created.measured is None, "no run waits for it"
+        stored = eventually(lambda: client.runs.get(created.id).estimate)
+        assert stored.parameters is not None and len(stored.fits) <= 1
+        trainer = Trainer(engine, created.id)
         trainer.begin()
         for step, peak in ((1, 900.0), (2, 1400.0), (3, 1200.0)):
             trainer.metric(step, loss=1.0, gpu_memory_mb=peak)
-        run = client.runs.get(made.id)
-    assert run.estimate == kept
+        run = client.runs.get(created.id)
+    assert run.estimate == stored
     assert run.measured is not None and run.measured.peak_memory_mb == 1400.0
 
 
@@ -438,11 +448,11 @@ def test_a_mistake_of_the_estimator_undoes_no_run(
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr(service, "by_formula", mistaken)
-    made = make_run(api.client, make_dataset(engine), backend="celery", config={"base_model": "qwen"})
+    created = make_run(api.client, make_dataset(engine), backend="celery", config={"base_model": "qwen"})
     eventually(lambda: "estimate failed" in caplog.text)
-    assert made["id"] in caplog.text and "'qwen'" in caplog.text and "a mistake" in caplog.text
-    found = api.client.get(f"/v1/runs/{made['id']}").json()
-    assert (found["status"], found["estimate"]) == ("pending", None)
+    assert created["id"] in caplog.text and "'qwen'" in caplog.text and "a mistake" in caplog.text
+    run = api.client.get(f"/v1/runs/{created['id']}").json()
+    assert (run["status"], run["estimate"]) == ("pending", None)
 
 
 def test_no_row_is_locked_while_an_estimate_is_computed(
@@ -455,11 +465,11 @@ def test_no_row_is_locked_while_an_estimate_is_computed(
         with engine.connect() as connection:
             return bool(connection.scalar(text(query)))
 
-    def watched(*asked: Any) -> Any:
+    def watched(*arguments: Any) -> Any:
         # Those of background work last for a moment, that of a request until the estimate is computed.
         eventually(is_nothing_open, timeout=10, what="no transaction is open")
         checked.append(True)
-        return by_formula(*asked)
+        return by_formula(*arguments)
 
     monkeypatch.setattr(service, "by_formula", watched)
     estimated(api, dataset, max_steps=10)
@@ -486,11 +496,13 @@ def test_memory_of_a_model_that_a_plugin_creates_is_unknown_and_its_steps_are_co
 def test_of_a_data_source_memory_alone_is_known_and_of_an_optimizer_it_is_assumed(
     api: ApiServer, engine: Engine
 ) -> None:
-    found = estimated(api, make_dataset(engine), extra={"data_source": {"type": "lake"}, "optimizer": {"type": "mine"}})
-    assert [found[name] for name in ("steps", "tokens", "flops", "seconds", "cost")] == [None] * 5
-    assert {one["field"] for one in found["unknown"]} == {"steps", "tokens", "flops", "seconds", "cost"}
-    assert all("`lake`" in one["reason"] for one in found["unknown"]) and found["memory_mb"]["total"] > 0
-    assert any("`extra.optimizer` (`mine`)" in sentence for sentence in found["assumptions"])
+    estimate = estimated(
+        api, make_dataset(engine), extra={"data_source": {"type": "lake"}, "optimizer": {"type": "mine"}}
+    )
+    assert [estimate[name] for name in ("steps", "tokens", "flops", "seconds", "cost")] == [None] * 5
+    assert {one["field"] for one in estimate["unknown"]} == {"steps", "tokens", "flops", "seconds", "cost"}
+    assert all("`lake`" in one["reason"] for one in estimate["unknown"]) and estimate["memory_mb"]["total"] > 0
+    assert any("`extra.optimizer` (`mine`)" in sentence for sentence in estimate["assumptions"])
 
 
 def test_an_hour_has_its_price(settings: Settings) -> None:
@@ -499,10 +511,10 @@ def test_an_hour_has_its_price(settings: Settings) -> None:
         (make_model(settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
         gpu(engine, 81_559, devices=2)
         dataset = make_dataset(engine)
-        one, two = (estimated(api, dataset, {"devices": devices}, max_steps=100) for devices in (1, 2))
+        on_one, on_two = (estimated(api, dataset, {"devices": devices}, max_steps=100) for devices in (1, 2))
         engine.dispose()
-    assert one["cost"] == {"amount": pytest.approx(one["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
-    assert two["cost"]["amount"] == pytest.approx(2 * two["seconds"] / 1000, abs=1e-3)
+    assert on_one["cost"] == {"amount": pytest.approx(on_one["seconds"] / 1000, abs=1e-3), "currency": "CHF"}
+    assert on_two["cost"]["amount"] == pytest.approx(2 * on_two["seconds"] / 1000, abs=1e-3)
 
 
 def test_gpu_that_no_worker_has_is_estimated_with_its_memory_its_speed_and_its_price(settings: Settings) -> None:
@@ -517,8 +529,8 @@ def test_gpu_that_no_worker_has_is_estimated_with_its_memory_its_speed_and_its_p
         def on(device: str) -> dict[str, Any]:
             answer = api.client.post("/v1/runs/estimate", json={**base, "device": device})
             assert answer.status_code == 200, answer.text
-            found: dict[str, Any] = answer.json()
-            return found
+            estimate: dict[str, Any] = answer.json()
+            return estimate
 
         several = {"config": {**base["config"], "method": "lora"}, "resources": {"devices": 4}}
         divided = api.client.post("/v1/runs/estimate", json={**base, **several, "device": "RTX 5080"}).json()
@@ -530,15 +542,15 @@ def test_gpu_that_no_worker_has_is_estimated_with_its_memory_its_speed_and_its_p
     assert large["seconds"] == pytest.approx(large["flops"] / (989e12 * 0.4), rel=0.01)
     assert any("396 TFLOP/s, 40% of its data sheet" in sentence for sentence in large["assumptions"])
     assert any("300 tokens on average, as the request says" in sentence for sentence in large["assumptions"])
-    for found, price in ((small, 0.4), (large, 3.6), (cheap, 1.0)):
-        assert found["cost"]["amount"] == pytest.approx(found["seconds"] / 3600 * price, abs=1e-3)
+    for estimate, price in ((small, 0.4), (large, 3.6), (cheap, 1.0)):
+        assert estimate["cost"]["amount"] == pytest.approx(estimate["seconds"] / 3600 * price, abs=1e-3)
 
 
 def test_known_gpu_of_a_worker_has_the_speed_of_runs_there(api: ApiServer, engine: Engine) -> None:
     gpu(engine, 81_000, "NVIDIA H100 80GB HBM3")
     body = {"dataset_size": {"rows": 100}, "device": "H100", "config": {"base_model": "qwen"}}
-    found = api.client.post("/v1/runs/estimate", json=body).json()
-    assert found["device"] == {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory_mb": 81_000}
+    estimate = api.client.post("/v1/runs/estimate", json=body).json()
+    assert estimate["device"] == {"kind": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory_mb": 81_000}
 
 
 @pytest.mark.parametrize(
@@ -666,7 +678,7 @@ class TestComputation:
             turns, finished, goes_on = service.EstimateTurns(), list[str](), asyncio.Event()
 
             async def estimate(key: str, name: str, waits: bool) -> None:
-                async with turns.turn(key):
+                async with turns.take_turn(key):
                     if waits:
                         await goes_on.wait()
                     finished.append(name)

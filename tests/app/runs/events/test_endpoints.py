@@ -15,7 +15,7 @@ from sseclient import SSEClient
 from app.contracts.attempt.messages import MAX_RECORD_BYTES
 from app.infra.ids import new_id
 from app.runs.events.frames import Batch, Frame
-from app.runs.events.log import NewEvent, payload
+from app.runs.events.log import NewEvent, event_json
 from app.runs.events.responses import as_ndjson, as_sse
 from tests.properties import examples
 from worker.ingest.record_parser import clean_record
@@ -120,13 +120,13 @@ def cut(whole: bytes, borders: list[int]) -> list[bytes]:
 
 def stored(payloads: list[dict[str, Any]]) -> list[tuple[str, Any, Frame]]:
     """Type, payload as it was kept, and frame of each event, all the way from the trainer to the wire."""
-    found = []
+    events = []
     for seq, raw in enumerate(payloads, 1):
-        kept = clean_record(raw, Redactor())
-        event = NewEvent.of(_TYPES[seq % len(_TYPES)], 1_700_000_000.0 + seq, kept)
-        body = payload(_RUN, seq, event.ts, event.data).encode()
-        found.append((event.type, kept, Frame(seq, event.type, body)))
-    return found
+        cleaned = clean_record(raw, Redactor())
+        event = NewEvent.from_payload(_TYPES[seq % len(_TYPES)], 1_700_000_000.0 + seq, cleaned)
+        body = event_json(_RUN, seq, event.ts, event.data).encode()
+        events.append((event.type, cleaned, Frame(seq, event.type, body)))
+    return events
 
 
 async def body(form: Any, frames: list[Frame], batch: int, silent: set[int]) -> bytes:
@@ -144,11 +144,11 @@ async def body(form: Any, frames: list[Frame], batch: int, silent: set[int]) -> 
 
 def check(got: list[Any], events: list[tuple[str, Any, Frame]]) -> None:
     assert [(one.id, one.event) for one in got] == [(str(frame.seq), kind) for kind, _, frame in events]
-    for one, (_, kept, frame) in zip(got, events, strict=True):
-        read = json.loads(one.data)
+    for event, (_, payload, frame) in zip(got, events, strict=True):
+        read = json.loads(event.data)
         moment = datetime.fromtimestamp(1_700_000_000 + frame.seq, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         # The envelope comes first; a payload that has the same names cannot be told from it and wins, as in JSON.
-        assert read == {"run_id": _RUN, "seq": frame.seq, "ts": moment, **kept}
+        assert read == {"run_id": _RUN, "seq": frame.seq, "ts": moment, **payload}
 
 
 @given(payloads=_PAYLOADS, batch=st.integers(1, 4), silent=st.sets(st.integers(0, 8)), borders=st.lists(st.integers(0)))
@@ -181,13 +181,13 @@ async def test_readers_that_split_at_every_line_end_of_unicode_see_whole_lines(
 ) -> None:
     """As `httpx.Response.iter_lines` and `str.splitlines` do, which many clients use for either form."""
     events = stored(payloads)
-    for form, wanted in ((as_ndjson, 1), (as_sse, 4)):
+    for form, line_count in ((as_ndjson, 1), (as_sse, 4)):
         sent = await body(form, [frame for *_, frame in events], batch, set())
         response = httpx.Response(
             200, headers={"content-type": "text/plain; charset=utf-8"}, content=iter(cut(sent, borders))
         )
         lines = list(response.iter_lines())
-        assert len(lines) == wanted * len(events) + (1 if form is as_sse else 0)
+        assert len(lines) == line_count * len(events) + (1 if form is as_sse else 0)
         if form is as_ndjson:
             read = [json.loads(line) for line in lines]
             assert [one["seq"] for one in read] == [frame.seq for *_, frame in events] or any(

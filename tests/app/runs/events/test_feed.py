@@ -17,7 +17,7 @@ from app.infra.broker import ALL_RUNS, Broker
 from app.infra.db import async_engine
 from app.runs.events.feed import number_events
 from app.runs.events.frames import Frame
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from app.runs.events.sources import FeedSource
 from app.runs.events.stream import Streams
 from app.runs.state import machine
@@ -26,8 +26,8 @@ from tests.rows import add_run, add_worker, claim
 from tests.server import ApiServer
 from tests.waiting import eventually, eventually_async
 
-PROGRESS = NewEvent.of("progress", 0.0, {"phase": "loading", "done": 1, "total": None, "message": None})
-LINE = NewEvent.of("log", 0.0, {"line": "a line", "stream": "stdout", "level": "info"})
+PROGRESS = NewEvent.from_payload("progress", 0.0, {"phase": "loading", "done": 1, "total": None, "message": None})
+LINE = NewEvent.from_payload("log", 0.0, {"line": "a line", "stream": "stdout", "level": "info"})
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ async def numbered(reading: AsyncEngine) -> int:
 
 async def read(reading: AsyncEngine, after: int = 0) -> list[Frame]:
     async with reading.connect() as connection:
-        return await FeedSource().read(connection, after, 500, 10**9)
+        return await FeedSource().read_batch(connection, after, 500, 10**9)
 
 
 def claimed_run(engine: Engine) -> str:
@@ -71,9 +71,9 @@ async def test_what_is_committed_later_is_numbered_later_however_early_it_was_wr
     slow, quick = claimed_run(engine), claimed_run(engine)
     assert await numbered(reading) == 4
     with engine.connect() as writing:
-        append(writing, slow, 1, 1, [PROGRESS, LINE, PROGRESS])
+        append_events(writing, slow, 1, 1, [PROGRESS, LINE, PROGRESS])
         with engine.begin() as other:
-            append(other, quick, 1, 1, [PROGRESS])
+            append_events(other, quick, 1, 1, [PROGRESS])
         assert await numbered(reading) == 1
         before = await read(reading)
         writing.commit()
@@ -91,20 +91,20 @@ async def test_readers_see_every_event_once_while_many_runs_write(
     seen: list[list[Frame]] = [[], [], []]
 
     async def follow(frames: list[Frame]) -> None:
-        async for _, batch in streams.batches(FeedSource(), 0):
+        async for _, batch in streams.stream_batches(FeedSource(), 0):
             frames += batch
 
     def write(run_id: str) -> None:
         for number in range(15):
             with engine.begin() as connection:
-                append(connection, run_id, 1, 3 * number + 1, [PROGRESS, LINE, PROGRESS])
+                append_events(connection, run_id, 1, 3 * number + 1, [PROGRESS, LINE, PROGRESS])
         with engine.begin() as connection:
             connection.execute(machine.complete(run_id, 1, None, "done"))
 
     async def number() -> None:
         while True:
             if await numbered(reading):
-                await queue.wake(ALL_RUNS)
+                await queue.wake_streams(ALL_RUNS)
             await asyncio.sleep(0.005)
 
     await queue.start()
@@ -136,7 +136,7 @@ async def test_a_reader_of_what_is_stored_ends_although_the_newest_of_it_is_remo
     await numbered(reading)
     streams = Streams(reading, Broker(settings))
     async with asyncio.timeout(20):
-        batches = [frames async for _, frames in streams.batches(FeedSource(), 0, until=2**40)]
+        batches = [frames async for _, frames in streams.stream_batches(FeedSource(), 0, until=2**40)]
     assert [len(frames) for frames in batches] == [2]
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import Engine
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.events import log
-from app.runs.events.log import LeaseFenced, NewEvent, Progress, append
+from app.runs.events.log import LeaseFenced, NewEvent, Progress, append_events
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of, run_row, waiting_for_locks
 from tests.waiting import eventually
@@ -25,12 +25,14 @@ def engine(settings: Settings) -> Iterator[Engine]:
 
 
 def lines(first: int, count: int) -> list[NewEvent]:
-    return [NewEvent.of("log", 1_700_000_000.0 + n, {"line": f"line {n}"}) for n in range(first, first + count)]
+    return [
+        NewEvent.from_payload("log", 1_700_000_000.0 + n, {"line": f"line {n}"}) for n in range(first, first + count)
+    ]
 
 
 def store(engine: Engine, run_id: str, epoch: int, first: int, count: int, progress: Progress | None = None) -> None:
     with engine.begin() as connection:
-        append(connection, run_id, epoch, first, lines(first, count), progress)
+        append_events(connection, run_id, epoch, first, lines(first, count), progress)
 
 
 def stored_lines(engine: Engine, run_id: str) -> list[str]:
@@ -80,7 +82,7 @@ class TestAppend:
         """Two answers in a row are lost: the first try is stored, the second one is still at work in Postgres."""
         store(engine, run, 1, 1, 2)
         with engine.connect() as unheard:
-            append(unheard, run, 1, 1, lines(1, 3))
+            append_events(unheard, run, 1, 1, lines(1, 3))
             third = threading.Thread(target=store, args=(engine, run, 1, 1, 5))
             third.start()
             eventually(lambda: waiting_for_locks(engine) or not third.is_alive())
@@ -158,17 +160,17 @@ class TestAppend:
 
 class TestWire:
     def test_a_payload_carries_run_seq_and_time(self) -> None:
-        event = NewEvent.of("metric", 1_700_000_000.25, {"step": 1, "loss": 0.5})
-        assert log.payload("run_x", 41, event.ts, event.data) == (
+        event = NewEvent.from_payload("metric", 1_700_000_000.25, {"step": 1, "loss": 0.5})
+        assert log.event_json("run_x", 41, event.ts, event.data) == (
             '{"run_id":"run_x","seq":41,"ts":"2023-11-14T22:13:20.250Z","step":1,"loss":0.5}'
         )
 
     def test_a_payload_is_one_line_to_every_client(self) -> None:
-        event = NewEvent.of("log", 0.0, {"line": "a\u2028b\u2029c\x85d"})
-        wire = log.payload("run_x", 1, event.ts, event.data)
+        event = NewEvent.from_payload("log", 0.0, {"line": "a\u2028b\u2029c\x85d"})
+        wire = log.event_json("run_x", 1, event.ts, event.data)
         assert wire.splitlines() == [wire]
         assert json.loads(wire)["line"] == "a\u2028b\u2029c\x85d"
 
     def test_an_empty_payload_is_still_an_object(self) -> None:
-        event = NewEvent.of("log", 0.0, {})
-        assert log.payload("run_x", 1, event.ts, event.data).endswith('"1970-01-01T00:00:00.000Z"}')
+        event = NewEvent.from_payload("log", 0.0, {})
+        assert log.event_json("run_x", 1, event.ts, event.data).endswith('"1970-01-01T00:00:00.000Z"}')

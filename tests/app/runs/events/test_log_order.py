@@ -4,11 +4,11 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
 
-from app.runs.events.log import LeaseFenced, NewEvent, append
+from app.runs.events.log import LeaseFenced, NewEvent, append_events
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 
-LINES = [NewEvent.of("log", 1_700_000_000.0, {"line": "a line"}) for _ in range(3)]
+LINES = [NewEvent.from_payload("log", 1_700_000_000.0, {"line": "a line"}) for _ in range(3)]
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_a_stale_worker_writes_nothing_into_the_attempt_that_followed(engine: En
     assert claim(engine, add_worker(engine)).lease_epoch == 3
     before = events_of(engine, run)
     with pytest.raises(LeaseFenced), engine.begin() as connection:
-        append(connection, run, 1, 1, LINES)
+        append_events(connection, run, 1, 1, LINES)
     assert events_of(engine, run) == before
     assert run_row(engine, run).attempt_event_count == 0
 
@@ -35,7 +35,7 @@ def test_numbers_are_committed_in_their_order_so_a_reader_never_finds_a_smaller_
     engine: Engine, run: str
 ) -> None:
     with engine.connect() as appending:
-        append(appending, run, 1, 1, LINES)  # seq 3 to 5, not committed yet
+        append_events(appending, run, 1, 1, LINES)  # seq 3 to 5, not committed yet
         try:
             with engine.begin() as other:
                 other.execute(text("SET LOCAL lock_timeout = '300ms'"))

@@ -30,9 +30,9 @@ def server(settings: Settings) -> Iterator[ProcessServer]:
 def _memory(server: ProcessServer, field: str) -> int:
     """Return `VmRSS` or `VmHWM` (the highest so far) of the server in bytes."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
-    found = re.search(rf"^{field}:\s+(\d+) kB$", status, flags=re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
+    match = re.search(rf"^{field}:\s+(\d+) kB$", status, flags=re.MULTILINE)
+    assert match
+    return int(match[1]) * 1024
 
 
 def _reader(server: ProcessServer, path: str) -> socket.socket:

@@ -61,11 +61,11 @@ async def test_a_client_that_takes_nothing_is_disconnected(form: str, monkeypatc
 
 def test_streams_are_counted_by_key() -> None:
     streams = OpenStreams(2)
-    with streams.counted("key_1"):
-        with streams.counted("key_1"), pytest.raises(ApiError, match="2 open streams") as refused:
-            streams.counted("key_1").__enter__()
+    with streams.count_open("key_1"):
+        with streams.count_open("key_1"), pytest.raises(ApiError, match="2 open streams") as refused:
+            streams.count_open("key_1").__enter__()
         assert (refused.value.status, refused.value.code) == (429, "too_many_streams")
-        with streams.counted("key_1"), streams.counted("key_2"):
+        with streams.count_open("key_1"), streams.count_open("key_2"):
             pass
 
 

@@ -12,7 +12,7 @@ from app.infra.broker import Broker
 from app.infra.db import async_engine, sync_engine
 from app.runs.events import stream
 from app.runs.events.frames import Batch, Frame
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from app.runs.events.sources import RunSource, Source
 from app.runs.events.stream import Streams
 from app.runs.state import machine
@@ -33,16 +33,16 @@ class Lab:
         claim(engine, add_worker(engine))
 
     async def write(self, count: int, wake: bool = True, width: int = 10) -> None:
-        new = [NewEvent.of("log", 0.0, {"line": "x" * width}) for _ in range(count)]
+        new = [NewEvent.from_payload("log", 0.0, {"line": "x" * width}) for _ in range(count)]
 
         def store() -> None:
             with self.engine.begin() as connection:
-                append(connection, self.run_id, 1, self.written + 1, new)
+                append_events(connection, self.run_id, 1, self.written + 1, new)
 
         await asyncio.to_thread(store)
         self.written += count
         if wake:
-            await self.queue.wake(self.run_id)
+            await self.queue.wake_streams(self.run_id)
 
     async def end(self) -> None:
         def complete() -> None:
@@ -50,14 +50,14 @@ class Lab:
                 connection.execute(machine.complete(self.run_id, 1, None, "done"))
 
         await asyncio.to_thread(complete)
-        await self.queue.wake(self.run_id)
+        await self.queue.wake_streams(self.run_id)
 
     async def read(
         self, after: int = 0, seen: list[int] | None = None, goes_on: asyncio.Event | None = None
     ) -> list[int]:
         """Follow to the end; `seen` shows how far it is. One that does not go on yet stands after its first batch."""
         seen = [] if seen is None else seen
-        async for cursor, frames in self.streams.batches(self.source, after):
+        async for cursor, frames in self.streams.stream_batches(self.source, after):
             seen.extend(frame.seq for frame in frames)
             assert not frames or cursor == frames[-1].seq
             if goes_on:
@@ -105,7 +105,7 @@ async def test_readers_lose_nothing_when_every_wake_up_is_lost(lab: Lab) -> None
 async def test_a_reader_continues_behind_its_cursor_without_seam(lab: Lab) -> None:
     await lab.write(30)
     first = []
-    async for _, frames in lab.streams.batches(lab.source, 0):
+    async for _, frames in lab.streams.stream_batches(lab.source, 0):
         first += [frame.seq for frame in frames]
         break
     rest = asyncio.create_task(lab.read(after=first[-1]))
@@ -126,7 +126,7 @@ async def test_a_slow_reader_holds_a_bounded_buffer_and_delays_no_other(
         await lab.write(20, width=500)
         await eventually_async(lambda n=n: _level(quick, 2 + 20 * n), what="the quick reader keeps up")
         for tail in lab.streams._tails.values():
-            largest = max(largest, tail.kept_bytes)
+            largest = max(largest, tail.buffered_bytes)
     assert 0 < len(slow) < len(quick) / 2
     goes_on.set()
     await lab.end()
@@ -139,14 +139,14 @@ async def test_a_reader_far_ahead_of_the_log_costs_the_others_nothing(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = 0
-    read = lab.streams._read
+    read = lab.streams._read_source
 
     async def counted(source: Source, after: int) -> Batch:
         nonlocal reads
         reads += 1
         return await read(source, after)
 
-    monkeypatch.setattr(lab.streams, "_read", counted)
+    monkeypatch.setattr(lab.streams, "_read_source", counted)
     ahead = asyncio.create_task(lab.read(after=2**62))
     await eventually_async(lambda: asyncio.sleep(0, lab.streams._tails))
     seen: list[int] = []
@@ -175,23 +175,23 @@ async def test_a_batch_ends_at_its_size_in_bytes_and_has_at_least_one_event(
 ) -> None:
     monkeypatch.setattr(stream, "_BATCH_BYTES", 20_000)
     await lab.write(30, width=6000)
-    batches = [frames async for _, frames in lab.streams.batches(lab.source, 0, until=32)]
+    batches = [frames async for _, frames in lab.streams.stream_batches(lab.source, 0, until=32)]
     assert [frame.seq for frames in batches for frame in frames] == list(range(1, 33))
     assert all(frames.size < 20_000 + 6200 for frames in batches) and len(batches) < 10
     await lab.write(1, width=30_000)
-    (alone,) = await lab.streams.read(lab.source, 32)
+    (alone,) = await lab.streams.read_stored(lab.source, 32)
     assert alone.seq == 33
 
 
 async def test_silence_is_answered_with_the_cursor(lab: Lab) -> None:
-    batches = lab.streams.batches(lab.source, 0, keep_alive=0.1)
+    batches = lab.streams.stream_batches(lab.source, 0, keep_alive=0.1)
     _, first = await anext(batches)
     assert [frame.seq for frame in first] == [1, 2]
     assert await anext(batches) == (2, [])
 
 
 async def test_a_reader_who_wants_little_hears_the_cursor_while_much_else_flows(lab: Lab) -> None:
-    batches = lab.streams.batches(lab.source, 0, wanted=lambda frame: frame.type == "end", keep_alive=0.3)
+    batches = lab.streams.stream_batches(lab.source, 0, is_selected=lambda frame: frame.type == "end", keep_alive=0.3)
 
     async def flow() -> None:
         while True:
@@ -216,7 +216,7 @@ async def test_a_caller_who_may_no_longer_read_is_cut_off(lab: Lab, monkeypatch:
     async def no() -> bool:
         return False
 
-    seen = [frames async for _, frames in lab.streams.batches(lab.source, 0, still_allowed=no)]
+    seen = [frames async for _, frames in lab.streams.stream_batches(lab.source, 0, still_allowed=no)]
     assert len(seen) <= 1
 
 

@@ -58,8 +58,8 @@ def texts_of(api: ApiServer, trainer: Trainer, **query: Any) -> list[str]:
 def search(api: ApiServer, trainer: Trainer, **query: Any) -> dict[str, Any]:
     answer = api.client.get(f"/v1/runs/{trainer.run_id}/logs/search", params=query)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    hits: dict[str, Any] = answer.json()
+    return hits
 
 
 def test_is_served_whole_while_the_run_trains_and_by_the_client(
@@ -96,10 +96,10 @@ def test_a_search_looks_into_it_only_where_the_stream_left_out_lines(
     trainer.log("line 0")
     assert search(emptied_api, trainer, q="nan") == {"data": [], "has_more": False, "complete": []}
     trainer.events("log", NOTE)
-    (found,) = search(emptied_api, trainer, q="nan")["complete"]
-    assert (found["attempt"], found["left_out"], found["matches"], found["problem"]) == (1, 990, 2, None)
-    assert [hit["line"] for hit in found["data"]] == ["loss is nan here", "loss is nan there"]
-    assert emptied_api.client.get(found["complete_log"], params={"grep": "nan"}).status_code == 200
+    (complete,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert (complete["attempt"], complete["left_out"], complete["matches"], complete["problem"]) == (1, 990, 2, None)
+    assert [hit["line"] for hit in complete["data"]] == ["loss is nan here", "loss is nan there"]
+    assert emptied_api.client.get(complete["complete_log"], params={"grep": "nan"}).status_code == 200
     (errors,) = search(emptied_api, trainer, q="nan", level="warning", attempt=1)["complete"]
     assert [hit["line"] for hit in errors["data"]] == ["loss is nan there"]
     (printed,) = search(emptied_api, trainer, q="nan", stream="stdout")["complete"]
@@ -118,8 +118,8 @@ def test_a_missing_one_says_so(emptied_api: ApiServer, trainer: Trainer, folder:
     assert emptied_api.client.get(path, params={"attempt": 2}).json()["code"] == "attempt_not_found"
     assert emptied_api.client.get(f"/v1/runs/{new_id('run')}/logs/complete").json()["code"] == "run_not_found"
     assert emptied_api.client.get(path, params={"attempt": 0}).status_code == 422
-    (found,) = search(emptied_api, trainer, q="x")["complete"]
-    assert found["matches"] is None and "no complete log" in found["problem"]
+    (complete,) = search(emptied_api, trainer, q="x")["complete"]
+    assert complete["matches"] is None and "no complete log" in complete["problem"]
 
 
 def test_search_in_many_attempts_reads_and_returns_no_more_than_in_one(
@@ -150,21 +150,21 @@ def test_whatever_a_trainer_puts_in_its_place_neither_fails_a_search_nor_leads_e
     trainer.events("log", NOTE)
     path = folder / "log.txt.gz"
     path.write_bytes(gzip.compress(b"x\n\xff\nwithout a head nan\n" + b"y" * 200_000 + b" nan\n") + b"damage")
-    (found,) = search(emptied_api, trainer, q="nan")["complete"]
-    assert found["matches"] == 2 and "damaged" in found["problem"]
+    (complete,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert complete["matches"] == 2 and "damaged" in complete["problem"]
     path.write_bytes(gzip.compress(b"0001-01-01T00:00:00+23:00 stdout info nan\n"))
-    (found,) = search(emptied_api, trainer, q="nan")["complete"]
-    assert found["matches"] == 1 and found["problem"] is None, "a time that no clock shows"
+    (complete,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert complete["matches"] == 1 and complete["problem"] is None, "a time that no clock shows"
     for endless in (gzip.compress(b"nan\n") * 2, zlib.compressobj(9, 8, 31).flush(2) + b"\0\0\0\xff\xff" * 2**18):
         path.write_bytes(endless)
-        (found,) = search(emptied_api, trainer, q="nan")["complete"]
-        assert "damaged" in found["problem"]
+        (complete,) = search(emptied_api, trainer, q="nan")["complete"]
+        assert "damaged" in complete["problem"]
     compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
     with path.open("wb") as file:
         for _ in range(40):
             file.write(compressor.compress(bytes(2**20)))
-    (found,) = search(emptied_api, trainer, q="nan")["complete"]
-    assert found["matches"] == 0 and "more than 32 MiB" in found["problem"]
+    (complete,) = search(emptied_api, trainer, q="nan")["complete"]
+    assert complete["matches"] == 0 and "more than 32 MiB" in complete["problem"]
     path.unlink()
     (tmp_path / "secret.gz").write_bytes(gzip.compress(b"a secret\n"))
     path.symlink_to(tmp_path / "secret.gz")

@@ -35,8 +35,8 @@ def trainer(emptied_api: ApiServer, engine: Engine) -> Trainer:
 def read(api: ApiServer, trainer: Trainer, call: str = "lines", **query: Any) -> dict[str, Any]:
     answer = api.client.get(f"/v1/runs/{trainer.run_id}/logs/{call}", params=query)
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    page: dict[str, Any] = answer.json()
+    return page
 
 
 def numbers(page: dict[str, Any]) -> list[int]:
@@ -76,15 +76,15 @@ def test_lines_are_filtered_by_level_stream_and_attempt(emptied_api: ApiServer, 
 
 
 @pytest.mark.parametrize(
-    ("wanted", "count"), [("line 7", 12), ("100%", LINES), ("a_b", LINES), ("axb", 0), ("'q'", LINES), ("LINE", 0)]
+    ("phrase", "count"), [("line 7", 12), ("100%", LINES), ("a_b", LINES), ("axb", 0), ("'q'", LINES), ("LINE", 0)]
 )
 def test_a_search_finds_every_line_that_contains_the_text(
-    emptied_api: ApiServer, trainer: Trainer, wanted: str, count: int
+    emptied_api: ApiServer, trainer: Trainer, phrase: str, count: int
 ) -> None:
-    found = read(emptied_api, trainer, "search", q=wanted)
-    assert len(found["data"]) == count and found["data"] == sorted(found["data"]) and not found["has_more"]
-    if found["data"]:
-        first = read(emptied_api, trainer, after=found["data"][0] - 1, limit=1)["data"][0]
-        assert wanted in first["line"]
-    few = read(emptied_api, trainer, "search", q=wanted, limit=5)
-    assert few["data"] == found["data"][-5:] and few["has_more"] is (count > 5)
+    hits = read(emptied_api, trainer, "search", q=phrase)
+    assert len(hits["data"]) == count and hits["data"] == sorted(hits["data"]) and not hits["has_more"]
+    if hits["data"]:
+        first = read(emptied_api, trainer, after=hits["data"][0] - 1, limit=1)["data"][0]
+        assert phrase in first["line"]
+    few = read(emptied_api, trainer, "search", q=phrase, limit=5)
+    assert few["data"] == hits["data"][-5:] and few["has_more"] is (count > 5)

@@ -11,7 +11,7 @@ from sqlalchemy import Engine, delete, event, select, text, update
 from sqlalchemy.orm import Session
 
 from app.infra.db import async_engine, session_maker, sync_engine
-from app.runs.events.log import NewEvent, append
+from app.runs.events.log import NewEvent, append_events
 from app.runs.metrics import curves
 from app.runs.metrics.points import Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, Rollups, highest_level, points_of
@@ -39,8 +39,8 @@ def new_trainer(api: ApiServer, engine: Engine, rolls_up: bool = True) -> Traine
 def series(api: ApiServer, run_id: str, **query: Any) -> Series:
     answer = api.client.get(f"/v1/runs/{run_id}/metrics", params=query)
     assert answer.status_code == 200, answer.text
-    found: Series = answer.json()["series"]
-    return found
+    all_series: Series = answer.json()["series"]
+    return all_series
 
 
 def truth(api: ApiServer, run_id: str, low: int = 0, high: int = MOST_STEP) -> Points:
@@ -57,11 +57,11 @@ def truth(api: ApiServer, run_id: str, low: int = 0, high: int = MOST_STEP) -> P
     return asyncio.run(read())
 
 
-def assert_true(found: Series, points: Points, most: int) -> None:
+def assert_true(curve: Series, points: Points, most: int) -> None:
     """What is shown is what was stored: both ends, the extremes, no more than asked for, and all where that is all."""
-    assert {name for name, one in found.items() if one["steps"]} == {name for name in points if points[name]}
+    assert {name for name, one in curve.items() if one["steps"]} == {name for name in points if points[name]}
     for name, stored in points.items():
-        shown = found[name]
+        shown = curve[name]
         steps, values = shown["steps"], shown["values"]
         assert steps == sorted(set(steps)) and len(steps) == len(values) <= most
         assert all(stored[step] == value for step, value in zip(steps, values, strict=True)), name
@@ -110,8 +110,8 @@ class TestTruth:
             if chance.random() < 0.3:
                 low, high = 0, reached
             most = chance.choice([4, 7, 30, 100, 500, 3000])
-            found = series(shared_api, trainer.run_id, from_step=low, to_step=high, max_points=most)
-            assert_true(found, truth(shared_api, trainer.run_id, low, high), most)
+            curves = series(shared_api, trainer.run_id, from_step=low, to_step=high, max_points=most)
+            assert_true(curves, truth(shared_api, trainer.run_id, low, high), most)
 
     def test_attempts_of_workers_that_rolled_nothing_up_count_like_all_others(
         self, shared_api: ApiServer, engine: Engine
@@ -121,8 +121,8 @@ class TestTruth:
         train(old, chance, 300, 0)
         new = _next_attempt(old)
         train(new, chance, 300, 500)
-        found = series(shared_api, old.run_id, max_points=20)
-        assert_true(found, truth(shared_api, old.run_id), 20)
+        curves = series(shared_api, old.run_id, max_points=20)
+        assert_true(curves, truth(shared_api, old.run_id), 20)
 
     def test_extremes_outlive_the_events_behind_them(self, shared_api: ApiServer, engine: Engine) -> None:
         trainer = new_trainer(shared_api, engine)
@@ -131,11 +131,11 @@ class TestTruth:
         with engine.begin() as connection:
             connection.execute(delete(RunEvent).where(RunEvent.run_id == trainer.run_id))
             connection.execute(update(Run).where(Run.id == trainer.run_id).values(first_seq=Run.event_seq + 1))
-        found = series(shared_api, trainer.run_id, max_points=5000)
+        curves = series(shared_api, trainer.run_id, max_points=5000)
         for name in ("loss", "eval.loss"):
             finite = {step: value for step, value in stored[name].items() if value is not None}
-            assert (found[name]["min"], found[name]["max"]) == (min(finite.values()), max(finite.values()))
-            assert found[name]["steps"][0] == min(stored[name]) and found[name]["steps"][-1] == max(stored[name])
+            assert (curves[name]["min"], curves[name]["max"]) == (min(finite.values()), max(finite.values()))
+            assert curves[name]["steps"][0] == min(stored[name]) and curves[name]["steps"][-1] == max(stored[name])
         # Of a row that lies only partly in the range there is what it still knows.
         steps = sorted(stored["grad_norm"])
         low, high = steps[5], steps[40]
@@ -184,10 +184,10 @@ class TestTruth:
         with engine.begin() as connection:
             connection.execute(delete(RunEvent).where(RunEvent.run_id == trainer.run_id))
             connection.execute(update(Run).where(Run.id == trainer.run_id).values(first_seq=Run.event_seq + 1))
-        found = series(shared_api, trainer.run_id, max_points=5000)
-        assert set(found) == set(stored)
+        curves = series(shared_api, trainer.run_id, max_points=5000)
+        assert set(curves) == set(stored)
         for name, points in stored.items():
-            shown, finite = found[name], [value for value in points.values() if value is not None]
+            shown, finite = curves[name], [value for value in points.values() if value is not None]
             assert (shown["min"], shown["max"]) == (min(finite), max(finite))
             assert all(points[step] == value for step, value in zip(shown["steps"], shown["values"], strict=True))
             assert (shown["steps"][0], shown["steps"][-1]) == (min(points), max(points))
@@ -226,9 +226,9 @@ class TestCost:
         trainer = new_trainer(shared_api, engine)
         extra = {f"value.{number}": 1.0 for number in range(19)}
         trainer.events("metric", *({"step": step, "loss": float(step % 77), "extra": extra} for step in range(500)))
-        found = series(shared_api, trainer.run_id, max_points=100_000)
-        assert len(found) == 20 and all(4 <= len(one["steps"]) <= 20 for one in found.values())
-        assert (found["loss"]["min"], found["loss"]["max"]) == (0.0, 76.0)
+        thinned = series(shared_api, trainer.run_id, max_points=100_000)
+        assert len(thinned) == 20 and all(4 <= len(one["steps"]) <= 20 for one in thinned.values())
+        assert (thinned["loss"]["min"], thinned["loss"]["max"]) == (0.0, 76.0)
         assert 20 < len(series(shared_api, trainer.run_id, names="loss", max_points=100_000)["loss"]["steps"]) <= 400
 
 
@@ -258,7 +258,7 @@ class TestWriting:
         self, shared_api: ApiServer, engine: Engine
     ) -> None:
         chance = random.Random(3)
-        events = [NewEvent.of("metric", 1.0, {"step": step, "loss": chance.random()}) for step in range(500)]
+        events = [NewEvent.from_payload("metric", 1.0, {"step": step, "loss": chance.random()}) for step in range(500)]
         stored = {}
         for name in ("smoothly", "roughly"):
             run = add_run(engine)
@@ -272,11 +272,11 @@ class TestWriting:
                 batch = events[done:tried]
                 fate = chance.choice(["heard", "unheard", "undone"]) if name == "roughly" else "heard"
                 with engine.connect() as connection:
-                    where = append(connection, run.id, claimed.lease_epoch, done + 1, batch)
-                    rollups.store(connection, done + 1, batch, where)
+                    where = append_events(connection, run.id, claimed.lease_epoch, done + 1, batch)
+                    rollups.store_changes(connection, done + 1, batch, where)
                     connection.rollback() if fate == "undone" else connection.commit()
                 if fate == "heard":
-                    rollups.committed()
+                    rollups.note_commit()
                     done += len(batch)
             table: Any = MetricRollup.__table__
             columns = [column for column in table.columns if column.name != "run_id"]
@@ -312,7 +312,7 @@ class TestWriting:
         trainer.events("metric", {"step": 2, "loss": 1.0})
         assert series(shared_api, trainer.run_id)["loss"]["steps"][-1] == 2
         with engine.connect() as connection:
-            found = connection.scalar(
+            rollup = connection.scalar(
                 text("SELECT series FROM metric_rollups WHERE run_id = :id AND level = 0"), {"id": trainer.run_id}
             )
-        assert set(found or ()) == {"loss", "extra.a?b", "extra.☃"}
+        assert set(rollup or ()) == {"loss", "extra.a?b", "extra.☃"}

@@ -24,8 +24,8 @@ def series(api: ApiServer, trainer: Trainer, **query: Any) -> dict[str, Any]:
     answer = api.client.get(f"/v1/runs/{trainer.run_id}/metrics", params=query)
     assert answer.status_code == 200, answer.text
     assert answer.json()["run_id"] == trainer.run_id
-    found: dict[str, Any] = answer.json()["series"]
-    return found
+    all_series: dict[str, Any] = answer.json()["series"]
+    return all_series
 
 
 class TestSeries:
@@ -33,31 +33,31 @@ class TestSeries:
         trainer.metric(10, loss=3.0, learning_rate=0.1, gpu_memory_mb=None, extra={"mfu": 0.4, "note": "text"})
         trainer.metric(20, loss=2.0, learning_rate=0.2, extra={"mfu": 0.5})
         trainer.events("eval", {"step": 20, "epoch": 0.2, "metrics": {"eval_loss": 2.5}})
-        found = series(api, trainer)
-        assert set(found) == {"epoch", "loss", "learning_rate", "extra.mfu", "eval.eval_loss"}
-        assert found["loss"] == {"steps": [10, 20], "values": [3.0, 2.0], "min": 2.0, "max": 3.0}
-        assert found["extra.mfu"]["values"] == [0.4, 0.5]
-        assert found["eval.eval_loss"] == {"steps": [20], "values": [2.5], "min": 2.5, "max": 2.5}
+        curves = series(api, trainer)
+        assert set(curves) == {"epoch", "loss", "learning_rate", "extra.mfu", "eval.eval_loss"}
+        assert curves["loss"] == {"steps": [10, 20], "values": [3.0, 2.0], "min": 2.0, "max": 3.0}
+        assert curves["extra.mfu"]["values"] == [0.4, 0.5]
+        assert curves["eval.eval_loss"] == {"steps": [20], "values": [2.5], "min": 2.5, "max": 2.5}
         named = series(api, trainer, names="eval_loss,eval.eval_loss,loss")
-        assert named == {"eval_loss": found["eval.eval_loss"]} | {
-            name: found[name] for name in ("eval.eval_loss", "loss")
+        assert named == {"eval_loss": curves["eval.eval_loss"]} | {
+            name: curves[name] for name in ("eval.eval_loss", "loss")
         }
 
     def test_only_those_named_and_only_the_steps_asked_for(self, api: ApiServer, trainer: Trainer) -> None:
         for step in range(1, 11):
             trainer.metric(step, loss=float(step), grad_norm=1.0)
-        found = series(api, trainer, names="loss, unheard_of", from_step=3, to_step=5)
-        assert found["loss"] == {"steps": [3, 4, 5], "values": [3.0, 4.0, 5.0], "min": 3.0, "max": 5.0}
-        assert found["unheard_of"] == {"steps": [], "values": [], "min": None, "max": None}
-        assert set(found) == {"loss", "unheard_of"}
+        curves = series(api, trainer, names="loss, unheard_of", from_step=3, to_step=5)
+        assert curves["loss"] == {"steps": [3, 4, 5], "values": [3.0, 4.0, 5.0], "min": 3.0, "max": 5.0}
+        assert curves["unheard_of"] == {"steps": [], "values": [], "min": None, "max": None}
+        assert set(curves) == {"loss", "unheard_of"}
 
     def test_a_value_that_was_not_finite_is_a_gap(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.metric(1, loss=1.0)
         trainer.metric(2, loss=None, extra={"kl": None}, non_finite=["loss", "extra.kl"])
         trainer.events("eval", {"step": 2, "metrics": {"loss": None}, "non_finite": ["metrics.loss"]})
-        found = series(api, trainer)
-        assert found["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
-        assert found["extra.kl"]["values"] == found["eval.loss"]["values"] == [None]
+        curves = series(api, trainer)
+        assert curves["loss"] == {"steps": [1, 2], "values": [1.0, None], "min": 1.0, "max": 1.0}
+        assert curves["extra.kl"]["values"] == curves["eval.loss"]["values"] == [None]
 
     def test_the_history_of_a_run_with_large_points_is_short(self, api: ApiServer, trainer: Trainer) -> None:
         for step in range(1, 31):
@@ -92,10 +92,10 @@ class TestNewestPass:
         trainer.events("eval", {"step": 40, "metrics": {"loss": 1.0}})
         again = trainer.retry().begin(step=20)
         again.metric(30, loss=2.0)
-        found = series(api, trainer)
-        assert (found["loss"]["steps"], found["loss"]["values"]) == ([10, 20, 30], [1.0, 1.0, 2.0])
-        assert "eval.loss" not in found
-        assert (found["loss"]["min"], found["loss"]["max"]) == (1.0, 2.0)
+        curves = series(api, trainer)
+        assert (curves["loss"]["steps"], curves["loss"]["values"]) == ([10, 20, 30], [1.0, 1.0, 2.0])
+        assert "eval.loss" not in curves
+        assert (curves["loss"]["min"], curves["loss"]["max"]) == (1.0, 2.0)
         read = api.client.get(f"/v1/runs/{trainer.run_id}").json()
         assert [(point["step"], point["loss"]) for point in read["metrics_history"]] == [(10, 1), (20, 1), (30, 2)]
 
@@ -105,8 +105,8 @@ class TestNewestPass:
         for step in (10, 20):
             trainer.metric(step, loss=1.0)
             trainer.events("eval", {"step": step, "metrics": {"loss": 2.0}})
-        found = series(api, trainer)
-        assert found["loss"]["steps"] == found["eval.loss"]["steps"] == [10, 20]
+        curves = series(api, trainer)
+        assert curves["loss"]["steps"] == curves["eval.loss"]["steps"] == [10, 20]
 
 
 class TestThinning:
@@ -152,18 +152,18 @@ class TestCost:
         self, api: ApiServer, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer.metric(1, loss=1.0)
-        real, now, most = reading.curves, 0, 0
+        real, now, most = reading.read_curves, 0, 0
 
         async def watched(*arguments: Any) -> Any:
             nonlocal now, most
             now += 1
             most = max(most, now)
             await asyncio.sleep(0.02)
-            found = await real(*arguments)
+            result = await real(*arguments)
             now -= 1
-            return found
+            return result
 
-        monkeypatch.setattr(reading, "curves", watched)
+        monkeypatch.setattr(reading, "read_curves", watched)
         with ThreadPoolExecutor(60) as pool:
             curves = [pool.submit(series, api, trainer) for _ in range(60)]
             others = [pool.submit(api.client.get, "/v1/experiments") for _ in range(10)]

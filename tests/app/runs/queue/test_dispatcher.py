@@ -293,7 +293,7 @@ async def test_a_hint_that_the_broker_could_not_take_is_sent_once_it_can(
     class Away(Broker):
         reported: list[int]
 
-        async def hint(self, count: int = 1) -> bool:
+        async def wake_workers(self, count: int = 1) -> bool:
             self.reported.append(count)
             return len(self.reported) > 2
 

@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from app.contracts.run_status import LIVE
 from app.infra.ids import new_id
-from app.runs.events.log import LeaseFenced, NewEvent, Progress, append
+from app.runs.events.log import LeaseFenced, NewEvent, Progress, append_events
 from app.runs.queue.claim import claim_run
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
@@ -107,15 +107,15 @@ def _hint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
 
 def _append(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
     numbers = range(call.first, call.first + call.count)
-    new = [NewEvent.of("log", 1_700_000_000.0 + n, {"line": line(call.lease_epoch, n)}) for n in numbers]
+    new = [NewEvent.from_payload("log", 1_700_000_000.0 + n, {"line": line(call.lease_epoch, n)}) for n in numbers]
     progress = Progress(call.step, call.step / 10, 100, 1 / (call.step + 1)) if call.step else None
-    append(connection, call.run, call.lease_epoch, call.first, new, progress)
+    append_events(connection, call.run, call.lease_epoch, call.first, new, progress)
     return "stored"
 
 
 def _checkpoint(call: Call, connection: Connection, _: dict[str, Any]) -> Any:
-    event = NewEvent.of("checkpoint", 1_700_000_000.0, {"line": line(call.lease_epoch, call.first)})
-    append(connection, call.run, call.lease_epoch, call.first, [event])
+    event = NewEvent.from_payload("checkpoint", 1_700_000_000.0, {"line": line(call.lease_epoch, call.first)})
+    append_events(connection, call.run, call.lease_epoch, call.first, [event])
     row = {"id": new_id("ckpt"), "run_id": call.run, "attempt": 1, "name": f"checkpoint-{call.step}"}
     reported = {"step": call.step, "epoch": 0.5, "kind": "periodic", "bytes": 1, "manifest_sha256": "0" * 64}
     connection.execute(insert(Checkpoint).values(**row, **reported))

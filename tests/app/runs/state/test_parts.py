@@ -220,12 +220,15 @@ class TestPart:
         assert execute(engine, parts.reap(0.0)) == [(claimed.id, claimed.members[0])]
 
     def test_log_lines_of_a_part_keep_the_sequence_and_are_fenced(self, engine: Engine, claimed: Any) -> None:
-        line = NewEvent.of("log", 1.0, {"line": "[rank 2] loading", "stream": "stdout", "level": "info"})
-        own = [NewEvent.of("log", 1.0, {"line": text, "stream": "stdout", "level": "info"}) for text in ("a", "b")]
+        line = NewEvent.from_payload("log", 1.0, {"line": "[rank 2] loading", "stream": "stdout", "level": "info"})
+        own = [
+            NewEvent.from_payload("log", 1.0, {"line": text, "stream": "stdout", "level": "info"})
+            for text in ("a", "b")
+        ]
         with engine.begin() as connection:
-            event_log.append(connection, claimed.id, claimed.lease_epoch, 1, own[:1])
+            event_log.append_events(connection, claimed.id, claimed.lease_epoch, 1, own[:1])
             event_log.append_lines(connection, claimed.id, claimed.lease_epoch, [line, line])
-            event_log.append(connection, claimed.id, claimed.lease_epoch, 1, own)
+            event_log.append_events(connection, claimed.id, claimed.lease_epoch, 1, own)
         found = [(seq, data.get("line")) for seq, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
         assert found == [(3, "a"), (4, "[rank 2] loading"), (5, "[rank 2] loading"), (6, "b")]
         execute(engine, machine.retry(claimed.id, claimed.lease_epoch, "lost", 0.0))

@@ -75,8 +75,8 @@ def test_what_cannot_divide_experts_is_refused(
 ) -> None:
     dataset = make_dataset(engine, format="preference" if config.get("method") == "dpo" else "chat")
     errors = api.client.post("/v1/runs", json=body(dataset, 2, 2, sharding, **config)).json()["errors"]
-    found = [one["message"] for one in errors if one["field"] == "resources.expert_parallel"]
-    assert any(says in message for message in found), errors
+    messages = [one["message"] for one in errors if one["field"] == "resources.expert_parallel"]
+    assert any(says in message for message in messages), errors
     answer = api.client.post("/v1/runs/validate", json=body(dataset, 2, 1, sharding, **config)).json()
     assert answer["valid"], answer["errors"]
 

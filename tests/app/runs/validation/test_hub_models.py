@@ -43,7 +43,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
 
 def own_worker(api: ApiServer, engine: Engine) -> None:
     """A worker that looks for models where the API does, as that of `anneal up`."""
-    add_worker(engine, backends=["celery"], model_sources=sources.fingerprint(api.settings))
+    add_worker(engine, backends=["celery"], model_sources=sources.source_fingerprint(api.settings))
 
 
 def body(engine: Engine, **config: Any) -> dict[str, Any]:
@@ -88,14 +88,14 @@ def test_model_that_the_hub_does_not_give_is_refused_where_no_worker_can_have_it
 ) -> None:
     field, code, says = refused
     own_worker(api, engine)
-    wanted = body(engine)
-    (error,) = validated(api, wanted)["errors"]
+    request = body(engine)
+    (error,) = validated(api, request)["errors"]
     assert (error["field"], error["code"]) == (field, code) and says in error["message"]
-    answer = api.client.post("/v1/runs", json=wanted)
+    answer = api.client.post("/v1/runs", json=request)
     assert answer.status_code == 422 and answer.json()["code"] == code and says in answer.json()["detail"]
     assert api.client.get("/v1/runs").json()["data"] == []
-    wanted["config"] |= {"base_model": make_model(api.settings).name}
-    assert validated(api, wanted)["errors"] == [], "a folder needs no hub"
+    request["config"] |= {"base_model": make_model(api.settings).name}
+    assert validated(api, request)["errors"] == [], "a folder needs no hub"
 
 
 @pytest.mark.parametrize("others", ["none online", "elsewhere", "beside"])
@@ -117,8 +117,8 @@ def test_model_that_the_hub_gives_is_accepted_and_checked_by_its_configuration(
 ) -> None:
     own_worker(api, engine)
     hub.files[_PATH] = json.dumps({"model_type": "llama"}).encode()
-    wanted = body(engine)
-    assert (validated(api, wanted)["errors"], validated(api, wanted)["warnings"]) == ([], [])
+    request = body(engine)
+    assert (validated(api, request)["errors"], validated(api, request)["warnings"]) == ([], [])
     assert hub.asked == [_PATH], "once for all requests"
     hub.files["/org/q/resolve/v1/config.json"] = json.dumps(
         {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
@@ -139,8 +139,8 @@ def test_base_of_an_adapter_and_models_of_rewards_are_checked_as_base_models_are
     make_model(api.settings, "org/m")
     assert validated(api, body(engine, base_model="adapter"))["errors"] == []
     rewards = {"rewards": [{"type": "model", "model": "org/judge"}]}
-    wanted = body(engine, method="rlhf", rlhf=rewards) | {"dataset_id": make_dataset(engine, "prompt", ["prompt"])}
-    (error,) = validated(api, wanted)["errors"]
+    request = body(engine, method="rlhf", rlhf=rewards) | {"dataset_id": make_dataset(engine, "prompt", ["prompt"])}
+    (error,) = validated(api, request)["errors"]
     assert (error["field"], error["code"]) == ("config.rlhf.rewards.0.model", "hub_unreachable")
 
 

@@ -63,12 +63,15 @@ class TestData:
     def test_each_method_takes_its_own_formats_to_train_and_to_evaluate(
         self, api: ApiServer, engine: Engine, method: str, formats: set[str]
     ) -> None:
-        wanted = {**(config() if method == "rlhf" else {"base_model": "org/model", "method": method}), "eval_steps": 5}
+        run_config = {
+            **(config() if method == "rlhf" else {"base_model": "org/model", "method": method}),
+            "eval_steps": 5,
+        }
         for name in ("chat", "prompt_completion", "text", "preference", "rated", "prompt", "tokenized"):
             dataset = make_dataset(engine, name)
-            found = errors(api, dataset, wanted, eval_dataset_id=dataset)
-            assert set(found) == (set() if name in formats else {"dataset_id", "eval_dataset_id"})
-            assert all(code == "wrong_dataset_format" for code, _ in found.values())
+            problems = errors(api, dataset, run_config, eval_dataset_id=dataset)
+            assert set(problems) == (set() if name in formats else {"dataset_id", "eval_dataset_id"})
+            assert all(code == "wrong_dataset_format" for code, _ in problems.values())
 
     def test_rewards_that_compare_need_answers(self, api: ApiServer, engine: Engine) -> None:
         compares = config(rlhf={"rewards": [{"type": "length", "max": 3}, {"type": "numeric_match"}]})
@@ -86,18 +89,18 @@ class TestWhichModelsScore:
     def test_a_run_must_be_there_completed_and_of_method_reward(self, api: ApiServer, engine: Engine) -> None:
         waiting = make_run(api.client, make_dataset(engine, "preference"), config={"method": "reward"})["id"]
         missing = new_id("run")
-        found = errors(api, prompts(engine), config(missing, waiting))
-        assert {field: code for field, (code, _) in found.items()} == {
+        problems = errors(api, prompts(engine), config(missing, waiting))
+        assert {field: code for field, (code, _) in problems.items()} == {
             "config.rlhf.rewards.1.model": "reward_run_not_found",
             "config.rlhf.rewards.2.model": "reward_run_not_completed",
         }
         Trainer(engine, waiting).begin().complete().write_output(Storage(api.settings))
         other = judge(api, engine, "dpo")
-        found = errors(api, prompts(engine), config(other, waiting))
-        assert {field: code for field, (code, _) in found.items()} == {
+        problems = errors(api, prompts(engine), config(other, waiting))
+        assert {field: code for field, (code, _) in problems.items()} == {
             "config.rlhf.rewards.1.model": "not_a_reward_model"
         }
-        assert "`dpo`" in found["config.rlhf.rewards.1.model"][1]
+        assert "`dpo`" in problems["config.rlhf.rewards.1.model"][1]
 
     def test_other_names_are_found_as_base_models_are(self, api: ApiServer, engine: Engine) -> None:
         (make_model(api.settings, "judge") / "config.json").write_text(
@@ -105,8 +108,8 @@ class TestWhichModelsScore:
         )
         (make_model(api.settings, "writer") / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
         assert errors(api, prompts(engine), config("judge", "org/judge")) == {}
-        found = errors(api, prompts(engine), config("writer", "nowhere", "../judge"))
-        assert {field: code for field, (code, _) in found.items()} == {
+        problems = errors(api, prompts(engine), config("writer", "nowhere", "../judge"))
+        assert {field: code for field, (code, _) in problems.items()} == {
             "config.rlhf.rewards.1.model": "not_a_reward_model",
             "config.rlhf.rewards.2.model": "model_not_found",
             "config.rlhf.rewards.3.model": "invalid_name",
@@ -115,8 +118,8 @@ class TestWhichModelsScore:
     def test_the_operators_list_counts_for_them_too(self, settings: Settings) -> None:
         with ThreadServer(settings.model_copy(update={"allowed_models": "org/*"})) as api:
             engine = sync_engine(settings.database_url or "", pool_size=0)
-            found = errors(api, prompts(engine), config("evil/judge"))
-            assert {field: code for field, (code, _) in found.items()} == {
+            problems = errors(api, prompts(engine), config("evil/judge"))
+            assert {field: code for field, (code, _) in problems.items()} == {
                 "config.rlhf.rewards.1.model": "model_not_allowed"
             }
 
@@ -136,9 +139,9 @@ class TestWhichModelsScore:
         data = {"qlora": "chat", "dpo": "preference", "reward": "preference", "rlhf": "prompt"}
         for method, kind in data.items():
             fields = config() if method == "rlhf" else {"method": method}
-            found = errors(api, make_dataset(engine, kind), {**fields, "base_model": "base"})
-            assert set(found) == (set() if method in methods else {"config.base_model"}), method
-            assert all("`rlhf.rewards`" in message for _, message in found.values())
+            problems = errors(api, make_dataset(engine, kind), {**fields, "base_model": "base"})
+            assert set(problems) == (set() if method in methods else {"config.base_model"}), method
+            assert all("`rlhf.rewards`" in message for _, message in problems.values())
 
 
 @pytest.mark.parametrize(
@@ -170,16 +173,16 @@ class TestQuantizedFiles:
         data = make_dataset(engine, "text")
         assert errors(api, data, {"base_model": "four", "method": "qlora", "output": "merged"}) == {}
         for fields, place in (({"method": "lora"}, "method"), ({"load_in_8bit": True}, "load_in_8bit")):
-            found = errors(api, data, {"base_model": "four", **fields})
-            assert {field: code for field, (code, _) in found.items()} == {f"config.{place}": "conflict"}
-            assert "4 bits (`bitsandbytes`)" in found[f"config.{place}"][1]
+            problems = errors(api, data, {"base_model": "four", **fields})
+            assert {field: code for field, (code, _) in problems.items()} == {f"config.{place}": "conflict"}
+            assert "4 bits (`bitsandbytes`)" in problems[f"config.{place}"][1]
         code, message = errors(api, data, {"base_model": "gptq"})["config.base_model"]
         assert code == "conflict" and "`gptq`" in message
 
     def test_the_effective_configuration_is_theirs(self, api: ApiServer, engine: Engine) -> None:
         self.place(api, "eight", quant_method="bitsandbytes", load_in_8bit=True)
-        wanted = {"base_model": "eight", "method": "qlora", "load_in_4bit": True}
-        body = {"dataset_id": make_dataset(engine, "text"), "config": wanted}
+        run_config = {"base_model": "eight", "method": "qlora", "load_in_4bit": True}
+        body = {"dataset_id": make_dataset(engine, "text"), "config": run_config}
         answer = api.client.post("/v1/runs/validate", json=body).json()
         effective = answer["effective_config"]
         assert (effective["load_in_4bit"], effective["load_in_8bit"]) == (False, True)
@@ -190,9 +193,11 @@ class TestQuantizedFiles:
         for name, method in (("eight", {"load_in_8bit": True}), ("awq", {"quant_method": "awq"})):
             content = {"architectures": ["LlamaForSequenceClassification"], "quantization_config": method}
             (make_model(api.settings, name) / "config.json").write_text(json.dumps(content))
-        found = errors(api, prompts(engine), config("eight", "awq"))
-        assert {field: code for field, (code, _) in found.items()} == {"config.rlhf.rewards.2.model": "not_supported"}
-        assert "`awq`" in found["config.rlhf.rewards.2.model"][1]
+        problems = errors(api, prompts(engine), config("eight", "awq"))
+        assert {field: code for field, (code, _) in problems.items()} == {
+            "config.rlhf.rewards.2.model": "not_supported"
+        }
+        assert "`awq`" in problems["config.rlhf.rewards.2.model"][1]
 
     def test_they_can_be_evaluated(self, api: ApiServer, engine: Engine) -> None:
         self.place(api, "four", quant_method="bitsandbytes", load_in_4bit=True)
@@ -209,15 +214,15 @@ class TestTheyAreKept:
         self, api: ApiServer, engine: Engine
     ) -> None:
         first, second = judge(api, engine), judge(api, engine)
-        made = make_run(api.client, prompts(engine), config=config(second, first, second))
-        assert made["reward_run_ids"] == [first, second]
-        Trainer(engine, made["id"]).begin().fail()
-        resumed = api.client.post(f"/v1/runs/{made['id']}/resume", json={"from": "start"}).json()
+        created = make_run(api.client, prompts(engine), config=config(second, first, second))
+        assert created["reward_run_ids"] == [first, second]
+        Trainer(engine, created["id"]).begin().fail()
+        resumed = api.client.post(f"/v1/runs/{created['id']}/resume", json={"from": "start"}).json()
         assert resumed["reward_run_ids"] == [first, second]
         full = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]
         listed = {run["id"]: run["reward_run_ids"] for run in full}
-        assert listed == {first: [], second: [], made["id"]: [first, second], resumed["id"]: [first, second]}
-        for learning in (resumed["id"], made["id"]):
+        assert listed == {first: [], second: [], created["id"]: [first, second], resumed["id"]: [first, second]}
+        for learning in (resumed["id"], created["id"]):
             refused = api.client.delete(f"/v1/runs/{first}")
             assert (refused.status_code, refused.json()["code"]) == (409, "run_is_needed")
             assert learning in refused.json()["detail"]

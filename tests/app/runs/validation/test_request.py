@@ -91,9 +91,9 @@ class TestConfiguration(OnSharedApi):
         self, api: ApiServer, engine: Engine, dataset: str, config: Any, field: str, code: str, says: str
     ) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "org/model", **config}}
-        found = only_error(refused(api, engine, body))
-        assert found[:2] == (f"config.{field}", code)
-        assert says in found[2]
+        error = only_error(refused(api, engine, body))
+        assert error[:2] == (f"config.{field}", code)
+        assert says in error[2]
 
     def test_all_mistakes_are_reported_at_once(self, api: ApiServer, engine: Engine) -> None:
         body = {
@@ -185,9 +185,9 @@ class TestRequest(OnSharedApi):
         used = {}
         for data_format in ("prompt_completion", "chat", "text"):
             body = {"dataset_id": make_dataset(engine, data_format), "config": {"base_model": "learned"}}
-            found = api.client.post("/v1/runs/validate", json=body).json()
-            assert found["errors"] == []
-            used[data_format] = found["effective_config"]["loss_on"]
+            check = api.client.post("/v1/runs/validate", json=body).json()
+            assert check["errors"] == []
+            used[data_format] = check["effective_config"]["loss_on"]
         assert used == {"prompt_completion": "completion", "chat": "all", "text": "all"}
 
     def test_one_row_cannot_be_split(self, api: ApiServer, engine: Engine, dataset: str) -> None:
@@ -260,8 +260,8 @@ class TestBaseModel(OnSharedApi):
     ) -> None:
         (make_model(api.settings) / "config.json").write_text(json.dumps({**_LLAMA, **file}))
         body = {"dataset_id": dataset, "config": {"base_model": "tiny", **config}}
-        found = only_error(refused(api, engine, body))
-        assert found[:2] == (f"config.{field}", "conflict")
+        error = only_error(refused(api, engine, body))
+        assert error[:2] == (f"config.{field}", "conflict")
 
     @pytest.mark.parametrize(
         ("file", "config"),
@@ -353,9 +353,9 @@ class TestExtraEvaluationSets(OnSharedApi):
         self, config: dict[str, Any], api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "any", **config}, "extra_eval_datasets": {"a": dataset}}
-        found = only_error(refused(api, engine, {**body, **FAKE}))
-        assert found[:2] == ("extra_eval_datasets", "needs_eval_data")
-        assert "set `eval_dataset_id` or `eval_split`" in found[2]
+        error = only_error(refused(api, engine, {**body, **FAKE}))
+        assert error[:2] == ("extra_eval_datasets", "needs_eval_data")
+        assert "set `eval_dataset_id` or `eval_split`" in error[2]
 
 
 class TestDefaultValues:
@@ -378,40 +378,40 @@ class TestDefaultValues:
         if METHODS[method].generates:
             config[method] = {"rewards": [{"type": "length", "max": 20}]}
         body = {"dataset_id": make_dataset(engine, METHODS[method].formats[0]), "config": config}
-        found = api.client.post("/v1/runs/validate", json=body).json()
-        assert found["errors"] == []
-        ignored = {it["field"].removeprefix("config.") for it in found["warnings"] if it["code"] == "equals_default"}
+        check = api.client.post("/v1/runs/validate", json=body).json()
+        assert check["errors"] == []
+        ignored = {it["field"].removeprefix("config.") for it in check["warnings"] if it["code"] == "equals_default"}
         assert ignored == self.IGNORED.get(method, set())
-        made = api.client.post("/v1/runs", json=body)
-        assert made.status_code == 202, made.text
-        unusual = {it["field"] for it in found["warnings"] if it["code"] == "unusual_value"}
+        created = api.client.post("/v1/runs", json=body)
+        assert created.status_code == 202, created.text
+        unusual = {it["field"] for it in check["warnings"] if it["code"] == "unusual_value"}
         # 2e-4 is the default of supervised methods with an adapter, and 10 times that of those without one.
         assert unusual == ({"config.learning_rate"} if method in ("dpo", "kto", "rlhf") else set())
-        assert made.json()["warnings"] == found["warnings"]
-        shown = api.client.get(f"/v1/runs/{made.json()['id']}").json()
-        assert shown["warnings"] == found["warnings"]
-        effective = found["effective_config"]
+        assert created.json()["warnings"] == check["warnings"]
+        shown = api.client.get(f"/v1/runs/{created.json()['id']}").json()
+        assert shown["warnings"] == check["warnings"]
+        effective = check["effective_config"]
         assert (effective["optim"], effective["max_seq_length"]) == ("adamw_8bit", 256)
         plain = {"base_model": "tiny", "method": method, "gradient_checkpointing": True}
         # What depends on the method is used as written.
         plain |= {name: config[name] for name in ("rlhf", "learning_rate", "optim") if name in config}
-        assert made.json()["config"] == TrainingConfig.model_validate(plain).model_dump(mode="json")
-        assert "optim" not in run_row(engine, made.json()["id"]).user_set_fields
+        assert created.json()["config"] == TrainingConfig.model_validate(plain).model_dump(mode="json")
+        assert "optim" not in run_row(engine, created.json()["id"]).user_set_fields
 
     def test_a_warning_names_the_conflict_that_any_other_value_would_be(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         config = {"base_model": "org/model", "load_in_4bit": True, "load_in_8bit": True, "dpo": {"beta": 0.1}}
-        found = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config}).json()
-        ignored = {it["field"]: it["message"] for it in found["warnings"] if it["code"] == "equals_default"}
+        check = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config}).json()
+        ignored = {it["field"]: it["message"] for it in check["warnings"] if it["code"] == "equals_default"}
         assert set(ignored) == {"config.load_in_8bit", "config.dpo"}
         assert "equal to the default" in ignored["config.dpo"] and "only to method `dpo`" in ignored["config.dpo"]
-        assert found["effective_config"]["load_in_4bit"] is False
+        assert check["effective_config"]["load_in_4bit"] is False
 
 
 class TestValidate(OnSharedApi):
     @pytest.mark.parametrize(
-        ("files", "asked", "used"),
+        ("files", "fields", "used"),
         [
             ({"config.json": {"max_position_embeddings": 256}}, {}, 256),
             ({"config.json": {"max_position_embeddings": 256}}, {"max_seq_length": 2048}, 256),
@@ -429,16 +429,16 @@ class TestValidate(OnSharedApi):
         ids=str,
     )  # fmt: skip
     def test_the_effective_length_is_the_one_that_the_model_takes(
-        self, api: ApiServer, dataset: str, files: Any, asked: dict[str, Any], used: int | None
+        self, api: ApiServer, dataset: str, files: Any, fields: dict[str, Any], used: int | None
     ) -> None:
         folder = make_model(api.settings)
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content))
-        body = {"dataset_id": dataset, "config": {"base_model": "tiny", **asked}}
-        found = api.client.post("/v1/runs/validate", json=body).json()
-        assert found["effective_config"]["max_seq_length"] == used
-        lowered = [it for it in found["warnings"] if it["field"] == "config.max_seq_length"]
-        assert bool(lowered) == (asked.get("max_seq_length") == 2048), "only one that the request names"
+        body = {"dataset_id": dataset, "config": {"base_model": "tiny", **fields}}
+        check = api.client.post("/v1/runs/validate", json=body).json()
+        assert check["effective_config"]["max_seq_length"] == used
+        lowered = [it for it in check["warnings"] if it["field"] == "config.max_seq_length"]
+        assert bool(lowered) == (fields.get("max_seq_length") == 2048), "only one that the request names"
 
     def test_says_what_create_would_say_and_makes_nothing(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "nowhere", "epochs": 0}}
@@ -475,8 +475,8 @@ class TestOtherTokenizer(OnSharedApi):
 
     def validated(self, api: ApiServer, dataset: str, tokenizer: str) -> list[tuple[str, str, str]]:
         body = {"dataset_id": dataset, "config": {"base_model": "tiny", "tokenizer": tokenizer}}
-        found = api.client.post("/v1/runs/validate", json=body).json()
-        return [(error["field"], error["code"], error["message"]) for error in found["errors"]]
+        check = api.client.post("/v1/runs/validate", json=body).json()
+        return [(error["field"], error["code"], error["message"]) for error in check["errors"]]
 
     def test_with_as_many_tokens_as_the_model_has_is_accepted(self, api: ApiServer, dataset: str, words: Any) -> None:
         assert self.validated(api, dataset, words(100)) == []
@@ -513,14 +513,14 @@ def test_while_a_configuration_is_judged_others_are_served(settings: Settings, m
     inline = []
     judge = config_errors
 
-    def judged(*given: Any, **more: Any) -> Any:
+    def judged(*arguments: Any, **more: Any) -> Any:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             inline.append(False)
         else:
             inline.append(True)
-        return judge(*given, **more)
+        return judge(*arguments, **more)
 
     monkeypatch.setattr(config, "config_errors", judged)
     with ThreadServer(settings) as api:

@@ -36,22 +36,22 @@ class TestMachine:
     def check(self, api: ApiServer, dataset: str, config: dict[str, Any]) -> dict[str, Any]:
         answer = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config})
         assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
+        document: dict[str, Any] = answer.json()
+        return document
 
     def test_without_a_worker_machine_questions_wait_and_a_warning_says_so(self, api: ApiServer, dataset: str) -> None:
-        found = self.check(api, dataset, self.WANTS_GPU)
-        assert found["valid"] and found["errors"] == []
-        assert [warning["code"] for warning in found["warnings"]] == ["no_worker_online"]
-        assert found["effective_config"]["optim"] == "paged_adamw_32bit"
+        check = self.check(api, dataset, self.WANTS_GPU)
+        assert check["valid"] and check["errors"] == []
+        assert [warning["code"] for warning in check["warnings"]] == ["no_worker_online"]
+        assert check["effective_config"]["optim"] == "paged_adamw_32bit"
 
     def test_an_option_that_no_online_worker_can_honor_is_refused(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         add_worker(engine, backends=["celery"])
-        found = self.check(api, dataset, self.WANTS_GPU)
-        assert not found["valid"] and found["effective_config"] is None
-        assert [(it["field"], it["code"]) for it in found["errors"]] == [("config.optim", "not_on_this_machine")]
+        check = self.check(api, dataset, self.WANTS_GPU)
+        assert not check["valid"] and check["effective_config"] is None
+        assert [(it["field"], it["code"]) for it in check["errors"]] == [("config.optim", "not_on_this_machine")]
 
     @pytest.mark.parametrize("resources", [{"kind": "cuda"}, {"gpu": "h100"}])
     def test_a_run_that_asks_for_a_gpu_is_checked_for_a_gpu_while_only_cpus_are_online(
@@ -70,11 +70,11 @@ class TestMachine:
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         add_worker(engine, backends=["celery"])
-        found = self.check(api, dataset, {"base_model": "org/model", "method": "full"})
-        assert found["valid"]
-        assert found["effective_config"]["optim"] == "adamw_8bit"
-        assert found["effective_config"]["learning_rate"] == 2e-5, "that of the method"
-        assert "replaced" not in [it["code"] for it in found["warnings"]], "the request does not name it"
+        check = self.check(api, dataset, {"base_model": "org/model", "method": "full"})
+        assert check["valid"]
+        assert check["effective_config"]["optim"] == "adamw_8bit"
+        assert check["effective_config"]["learning_rate"] == 2e-5, "that of the method"
+        assert "replaced" not in [it["code"] for it in check["warnings"]], "the request does not name it"
         named = {"base_model": "org/model", "method": "full", "optim": "paged_adamw_8bit"}
         warnings = self.check(api, dataset, named)["warnings"]
         assert [it["field"] for it in warnings if it["code"] == "replaced"] == ["config.optim"]
@@ -84,8 +84,8 @@ class TestMachine:
         gpu = add_worker(engine, backends=["celery"])
         with engine.begin() as connection:
             connection.exec_driver_sql("UPDATE devices SET kind = 'cuda' WHERE worker_id = %s", (gpu,))
-        found = self.check(api, dataset, self.WANTS_GPU)
-        assert found["valid"] and found["warnings"] == []
+        check = self.check(api, dataset, self.WANTS_GPU)
+        assert check["valid"] and check["warnings"] == []
 
     def test_a_run_that_no_device_fits_is_valid_with_a_warning_that_says_what_to_do(
         self, api: ApiServer, engine: Engine, dataset: str
@@ -99,9 +99,9 @@ class TestMachine:
             ({"kind": "cpu"}, "no_device_of_kind", "`cpu`"),
             ({"memory_mb": 20_000}, None, ""),
         ):
-            found = api.client.post("/v1/runs/validate", json=body | {"resources": resources}).json()
-            warnings = [it for it in found["warnings"] if it["field"] == "resources"]
-            assert found["valid"] and [it["code"] for it in warnings] == ([code] if code else [])
+            check = api.client.post("/v1/runs/validate", json=body | {"resources": resources}).json()
+            warnings = [it for it in check["warnings"] if it["field"] == "resources"]
+            assert check["valid"] and [it["code"] for it in warnings] == ([code] if code else [])
             assert all(says in it["message"] for it in warnings)
 
     def test_a_quota_that_is_smaller_than_the_run_is_a_warning_that_says_what_to_do(
@@ -117,9 +117,9 @@ class TestMachine:
             body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": {"devices": devices}}
             with api.client_with(key) as client:
                 assert client.patch(f"/v1/experiments/{experiment}", json={"max_devices": 3}).status_code == 200
-                found = client.post("/v1/runs/validate", json=body | {"experiment_id": experiment_id}).json()
-            assert found["valid"]
-            return [(it["field"], it["code"], it["message"]) for it in found["warnings"]]
+                check = client.post("/v1/runs/validate", json=body | {"experiment_id": experiment_id}).json()
+            assert check["valid"]
+            return [(it["field"], it["code"], it["message"]) for it in check["warnings"]]
 
         def warning(needs: str, whose: str, says: str) -> tuple[str, str, str]:
             message = f"The run needs {needs}. The quota of {whose} at a time, so it cannot start: {says}"
@@ -140,9 +140,9 @@ class TestMachine:
     ) -> None:
         def errors(**resources: Any) -> list[tuple[str, str]]:
             body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
-            found = api.client.post("/v1/runs/validate", json=body).json()
-            assert all("`NVIDIA H200`" in it["message"] for it in found["errors"] if it["code"] == "unknown_gpu")
-            return [(it["field"], it["code"]) for it in found["errors"]]
+            check = api.client.post("/v1/runs/validate", json=body).json()
+            assert all("`NVIDIA H200`" in it["message"] for it in check["errors"] if it["code"] == "unknown_gpu")
+            return [(it["field"], it["code"]) for it in check["errors"]]
 
         assert errors(gpu="h200") == [], "no worker with a GPU is online yet"
         add_worker(engine, backends=["celery"], kind="cuda", memory_mb=[141_000], names=["NVIDIA H200"])
@@ -160,39 +160,39 @@ class TestMachine:
             "config": {"base_model": "org/model", "learning_rate": -1},
             "resources": {"kind": "cuda", "devices": 6, "hosts": 2},
         }
-        found = api.client.post("/v1/runs", json=body).json()["errors"]
-        assert {(it["field"], it["code"]) for it in found} >= {("resources.devices", "too_many_devices")}
-        assert "config.learning_rate" in {it["field"] for it in found}
-        (wide,) = (it["message"] for it in found if it["code"] == "too_many_devices")
-        assert "3 on each host" in wide and "no 2 online workers each have more than 2" in wide
+        problems = api.client.post("/v1/runs", json=body).json()["errors"]
+        assert {(it["field"], it["code"]) for it in problems} >= {("resources.devices", "too_many_devices")}
+        assert "config.learning_rate" in {it["field"] for it in problems}
+        (too_many_message,) = (it["message"] for it in problems if it["code"] == "too_many_devices")
+        assert "3 on each host" in too_many_message and "no 2 online workers each have more than 2" in too_many_message
 
     def test_all_devices_of_several_hosts_are_those_that_each_of_them_has(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        def made(**resources: Any) -> Any:
+        def created_resources(**resources: Any) -> Any:
             body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
             return api.client.post("/v1/runs", json=body).json()
 
         for devices, address in ((8, "10.0.0.1"), (6, None), (4, "10.0.0.2")):
             add_worker(engine, devices, backends=["celery"], group_address=address)
-        assert made(devices="all", hosts=2)["resources"]["devices"] == 8
-        (error,) = made(devices=14, hosts=2)["errors"]
+        assert created_resources(devices="all", hosts=2)["resources"]["devices"] == 8
+        (error,) = created_resources(devices=14, hosts=2)["errors"]
         assert error["code"] == "too_many_devices" and "no 2 online workers each have more than 6" in error["message"]
 
     def test_all_devices_that_no_worker_has_are_refused_with_what_to_change(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        def asked(**resources: Any) -> dict[str, str]:
+        def validate_resources(**resources: Any) -> dict[str, str]:
             body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
             answer = api.client.post("/v1/runs", json=body)
             return {} if answer.status_code == 202 else answer.json()["errors"][0]
 
         def error(**resources: Any) -> str:
-            assert asked(devices=resources.get("hosts", 1), **resources) == {}, "it would wait"
-            found = asked(devices="all", **resources)
-            assert (found["field"], found["code"]) == ("resources.devices", "no_worker_online")
-            assert found["message"].startswith("cannot be `all`, because their number is not known. ")
-            return found["message"]
+            assert validate_resources(devices=resources.get("hosts", 1), **resources) == {}, "it would wait"
+            check = validate_resources(devices="all", **resources)
+            assert (check["field"], check["code"]) == ("resources.devices", "no_worker_online")
+            assert check["message"].startswith("cannot be `all`, because their number is not known. ")
+            return check["message"]
 
         assert "No worker of backend `celery` is online. Start one" in error()
         add_worker(engine, 2, backends=["celery"], labels=["site-a"], group_address="10.0.0.1")
@@ -201,7 +201,7 @@ class TestMachine:
         assert "other `resources.labels`" in error(labels=["site-a", "site-b"])
         assert "other `resources.labels`" in error(labels=["site-a"], kind="cuda")
         assert "asks for 80,000 MiB" in (message := error(memory_mb=80_000)) and "has 24,000 MiB" in message
-        assert asked(devices="all", gpu="h200") == asked(devices=1, gpu="h200") != {}
+        assert validate_resources(devices="all", gpu="h200") == validate_resources(devices=1, gpu="h200") != {}
         assert "fewer `resources.hosts`" in error(hosts=2)
 
     def test_a_label_that_no_worker_has_had_is_refused_with_those_that_are_known(
@@ -236,8 +236,8 @@ class TestMachine:
     ) -> None:
         def errors(dataset: str, **config: Any) -> list[tuple[str, str]]:
             body = {"dataset_id": dataset, "config": {"base_model": "org/model", **config}, "resources": {"devices": 2}}
-            found = api.client.post("/v1/runs/validate", json=body).json()
-            return [(one["field"], one["code"]) for one in found["errors"]]
+            check = api.client.post("/v1/runs/validate", json=body).json()
+            return [(one["field"], one["code"]) for one in check["errors"]]
 
         own = {"type": "mine"}
         rewards = {"num_generations": 2, "rewards": [{"type": "length", "max": 8}]}
@@ -252,7 +252,7 @@ class TestMachine:
     def test_devices_are_divided_among_hosts(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, devices=2, backends=["celery"], group_address="10.0.0.1")
 
-        def found(hosts: int, devices: int) -> Any:
+        def errors_of(hosts: int, devices: int) -> Any:
             resources = {"hosts": hosts, "devices": devices}
             body = {"dataset_id": dataset, "config": {"base_model": "org/model"}, "resources": resources}
             return api.client.post("/v1/runs/validate", json=body).json()
@@ -267,14 +267,14 @@ class TestMachine:
                 "is 6, 3 on each host, and no 2 online workers each have more than 2: ask for at most 4",
             ),
         ):
-            (error,) = found(hosts, devices)["errors"]
+            (error,) = errors_of(hosts, devices)["errors"]
             assert error["field"] == field and says in error["message"], error
-        valid = found(2, 4)
+        valid = errors_of(2, 4)
         assert valid["errors"] == []
         (warning,) = (one for one in valid["warnings"] if one["field"] == "resources")
         assert warning["code"] == "too_few_hosts" and "ANNEAL_GROUP_INTERFACE" in warning["message"]
         add_worker(engine, devices=2, backends=["celery"], group_address="10.0.0.2")
-        assert [one for one in found(2, 4)["warnings"] if one["field"] == "resources"] == []
+        assert [one for one in errors_of(2, 4)["warnings"] if one["field"] == "resources"] == []
 
     def test_a_silent_worker_does_not_count(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, backends=["celery"])

@@ -35,8 +35,8 @@ def _body(dataset: str, *terms: dict[str, Any]) -> dict[str, Any]:
 
 def _errors(answer: httpx.Response) -> dict[str, tuple[str, str]]:
     """Code and sentence of the errors of rewards, by place."""
-    found = {error["field"]: (error["code"], error["message"]) for error in answer.json()["errors"]}
-    return {name: error for name, error in found.items() if name.startswith("config.rlhf.rewards")}
+    errors_by_field = {error["field"]: (error["code"], error["message"]) for error in answer.json()["errors"]}
+    return {name: error for name, error in errors_by_field.items() if name.startswith("config.rlhf.rewards")}
 
 
 def test_each_is_reported_at_its_place_with_the_others(emptied_api: ApiServer, dataset: str) -> None:
@@ -49,13 +49,15 @@ def test_each_is_reported_at_its_place_with_the_others(emptied_api: ApiServer, d
     for call, status in (("/v1/runs", 422), ("/v1/runs/validate", 200), ("/v1/runs/estimate", 422)):
         answer = emptied_api.client.post(call, json=_body(dataset, *terms))
         assert answer.status_code == status, answer.text
-        found = _errors(answer)
-        assert {name.removeprefix("config.rlhf.rewards."): code for name, (code, _) in found.items()} == {
+        problems = _errors(answer)
+        assert {name.removeprefix("config.rlhf.rewards."): code for name, (code, _) in problems.items()} == {
             "1.pattern": "bad_pattern", "2.extract": "bad_pattern", "3.schema": "bad_schema",
             "4.pattern": "bad_pattern", "5.sections": "missing", "7.extract": "bad_pattern",
         }  # fmt: skip
-        assert found["config.rlhf.rewards.1.pattern"][1].startswith("`rlhf.rewards.1.pattern` is not a valid regular")
-        assert all(message.endswith(".") for _, message in found.values())
+        assert problems["config.rlhf.rewards.1.pattern"][1].startswith(
+            "`rlhf.rewards.1.pattern` is not a valid regular"
+        )
+        assert all(message.endswith(".") for _, message in problems.values())
     assert _errors(emptied_api.client.post("/v1/runs/validate", json=_body(dataset, terms[0], terms[6]))) == {}
 
 

@@ -58,7 +58,7 @@ def network(model: Path) -> PreTrainedModel:
 
 def stored(rows: list[Any]) -> tuple[str, list[Any]]:
     """The format of rows, and the rows as an upload stores them."""
-    format = formats.detect(rows[0])
+    format = formats.detect_format(rows[0])
     return format, [formats.validate_row(format, row) for row in rows]
 
 

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import (
     Forks,
@@ -185,7 +185,7 @@ def load(folder: Path, method: str, **config: Any) -> Any:
     """Load a base model on the CPU as a run of a method does."""
     options = {**METHODS[method], "base_model": "tiny", **config}
     machine = DeviceCapabilities(kind="cpu", bf16=True)
-    resolved = resolve(TrainingConfig(**options), set(options), machine).config
+    resolved = resolve_config(TrainingConfig(**options), set(options), machine).config
     base = BaseModelSource(
         str(folder), str(folder), {"local_files_only": True}, AutoConfig.from_pretrained(folder), "", name="tiny"
     )

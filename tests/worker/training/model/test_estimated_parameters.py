@@ -59,7 +59,7 @@ def built(family: str, sizes: dict[str, Any], *, reward: bool = False) -> tuple[
     config.num_labels = 1
     auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(config), architecture.read(written)
+        return auto.from_config(config), architecture.read_architecture(written)
 
 
 @pytest.mark.parametrize("reward", [False, True], ids=["causal", "reward"])
@@ -68,7 +68,7 @@ def test_a_model_has_the_parameters_that_its_config_json_comes_to(
     family: str, sizes: dict[str, Any], reward: bool
 ) -> None:
     model, described = built(family, sizes, reward=reward)
-    assert parameters.total(described, reward_head=reward) == sum(one.numel() for one in model.parameters())
+    assert parameters.total_parameters(described, reward_head=reward) == sum(one.numel() for one in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -82,7 +82,7 @@ def test_what_trains_is_what_peft_makes_trainable(family: str, kind: str) -> Non
         with torch.device("meta"):
             model = get_peft_model(model, wanted)
     theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
-    found = parameters.trained(described, config)
+    found = parameters.trainable_part(described, config)
     assert found.count == sum(theirs)
     assert sorted(rows * columns for _, rows, columns in found.tensors) == theirs
 
@@ -98,7 +98,7 @@ def test_what_trains_is_what_peft_makes_trainable(family: str, kind: str) -> Non
 )
 def test_a_model_that_cannot_be_counted_is_not_guessed(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(architecture.UnknownArchitecture, match=sentence):
-        architecture.read(config)
+        architecture.read_architecture(config)
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("mixtral", {**_SIZES, "num_local_experts": 4}), ("qwen3_moe", _MOE)])
@@ -108,14 +108,14 @@ def test_experts_that_peft_adapts_are_counted_as_it_does(family: str, sizes: dic
     with torch.device("meta"):
         model = get_peft_model(model, lora_config(config))
     theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
-    found = parameters.trained(described, config)
+    found = parameters.trainable_part(described, config)
     assert sorted(rows * columns for _, rows, columns in found.tensors) == theirs
     with pytest.raises(parameters.CannotTrain, match="`lora_dropout`"):
-        parameters.trained(described, config.model_copy(update={"lora_dropout": 0.1}))
+        parameters.trainable_part(described, config.model_copy(update={"lora_dropout": 0.1}))
 
 
 def test_a_module_that_the_model_has_not_is_named() -> None:
-    described = architecture.read({"model_type": "llama"})
+    described = architecture.read_architecture({"model_type": "llama"})
     config = TrainingConfig(base_model="any", method="lora", target_modules=["query"])
     with pytest.raises(parameters.CannotTrain, match="no linear layer named query"):
-        parameters.trained(described, config)
+        parameters.trainable_part(described, config)

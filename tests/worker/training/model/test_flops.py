@@ -80,7 +80,7 @@ def built(name: str, kind: str) -> Any:
 
 
 def counted(name: str, config: TrainingConfig, checkpointing: Checkpointing = "off", **more: int) -> StepOperations:
-    model = architecture.read(described(name).to_dict())
+    model = architecture.read_architecture(described(name).to_dict())
     return step_operations(model, config, checkpointing, **more)
 
 
@@ -103,8 +103,8 @@ def close(ours: float, theirs: int) -> bool:
 def test_a_token_costs_what_torch_counts(name: str, kind: str) -> None:
     forward, in_all = measured(built(name, kind))
     step = counted(name, configured(name, kind))
-    assert close(step.forward.total(TOKENS, PAIRS), forward)
-    assert close(step.training.total(TOKENS, PAIRS), in_all)
+    assert close(step.forward.total_for(TOKENS, PAIRS), forward)
+    assert close(step.training.total_for(TOKENS, PAIRS), in_all)
     assert step.hardware == step.training
 
 
@@ -119,7 +119,7 @@ def test_checkpointing_costs_the_hardware_another_forward_pass_of_layers_and_mfu
     _, in_all = measured(model)
     again = counted("llama", config, checkpointing)
     # The adapters of a layer's last product are not needed again, nor is that product: less than 8 % here.
-    assert again.hardware.total(TOKENS, PAIRS) == pytest.approx(in_all, rel=0.08)
+    assert again.hardware.total_for(TOKENS, PAIRS) == pytest.approx(in_all, rel=0.08)
     # Recomputed layers pass a gradient down to the embeddings, which those of an adapter otherwise do not need.
     rel = 0.0 if kind == "full" else 0.05
     assert again.training.token == pytest.approx(counted("llama", config).training.token, rel=rel)
@@ -130,7 +130,7 @@ def test_a_reference_pass_is_the_base_forward_without_its_adapter() -> None:
     with torch.no_grad(), model.disable_adapter(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.randint(1, 128, (SEQUENCES, LENGTH)), use_cache=False)
     alone, both = (counted("llama", config, reference_passes=passes).training for passes in (0, 2))
-    assert close((both.total(TOKENS, PAIRS) - alone.total(TOKENS, PAIRS)) / 2, counter.get_total_flops())
+    assert close((both.total_for(TOKENS, PAIRS) - alone.total_for(TOKENS, PAIRS)) / 2, counter.get_total_flops())
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -141,7 +141,7 @@ def test_a_reward_head_costs_next_to_nothing(kind: str) -> None:
     )
     adapter = lora_config(config, head="reward")
     _, in_all = measured(model if adapter is None else get_peft_model(model, adapter))
-    assert close(counted("llama", config).training.total(TOKENS, PAIRS), in_all)
+    assert close(counted("llama", config).training.total_for(TOKENS, PAIRS), in_all)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -150,7 +150,7 @@ def test_an_adapter_of_experts_costs_a_token_the_gradients_of_the_matrices_that_
     model = built(name, "lora")
     (_, some), (_, more) = (measured(model, sequences) for sequences in (SEQUENCES, 3 * SEQUENCES))
     step = counted(name, configured(name, "lora"))
-    assert close(step.training.total(2 * TOKENS, 2 * PAIRS), more - some)
+    assert close(step.training.total_for(2 * TOKENS, 2 * PAIRS), more - some)
 
 
 def test_a_quantized_weight_counts_by_its_true_shape() -> None:

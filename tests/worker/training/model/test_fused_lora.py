@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import make_tiny_model
 from worker.training.model import fused_lora, loader
@@ -69,7 +69,7 @@ def all_masks(request: pytest.FixtureRequest) -> str:
 def adapted(folder: Path, base: str = "32 bit", rate: float = 0.0, **options: Any) -> PeftModel:
     """A model with an adapter as a run trains it, whose second matrices are not zero."""
     fields = {"base_model": "tiny", "lora_r": 4, "lora_dropout": rate, **BASES[base], **options}
-    config = resolve(TrainingConfig(**fields), set(fields), CPU).config
+    config = resolve_config(TrainingConfig(**fields), set(fields), CPU).config
     architecture = AutoConfig.from_pretrained(folder)
     source = BaseModelSource(str(folder), str(folder), {"local_files_only": True}, architecture, identity="")
     network = loader.load_model(source, config, CPU)

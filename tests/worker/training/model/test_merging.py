@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import match_stored_quantization, resolve
+from app.contracts.training_config.resolution import match_stored_quantization, resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from worker.training.model import base_model, loader
 from worker.training.model.base_model import BaseModelSource
@@ -80,7 +80,7 @@ def make_base(folder: Path, *, tied: bool, stored_bits: int | None = None, **con
     source = BaseModelSource(str(folder), str(folder), {}, AutoConfig.from_pretrained(folder), "tiny")
     method = "lora" if stored_bits is None and not config else "qlora"
     parsed = TrainingConfig(base_model="tiny", method=method, **config)
-    resolved = resolve(parsed, {"base_model", *config}, CPU).config
+    resolved = resolve_config(parsed, {"base_model", *config}, CPU).config
     return Base(source, match_stored_quantization(resolved, source.stored_quantization)[0])
 
 
@@ -105,7 +105,7 @@ def make_mxfp4_base(folder: Path, method: str) -> Base:
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "quantization_config": {"quant_method": "mxfp4"}}))
     source = BaseModelSource(str(folder), str(folder), {}, AutoConfig.from_pretrained(folder), "tiny")
-    return Base(source, resolve(TrainingConfig(base_model="tiny", method=method), set(), CPU).config)
+    return Base(source, resolve_config(TrainingConfig(base_model="tiny", method=method), set(), CPU).config)
 
 
 def train(model: Any, folder: Path, adapter: dict[str, Any]) -> Any:
@@ -187,7 +187,7 @@ class TestMerge:
         source = replace(base.source, tokenizer_source=str(tiny_model), adapter=tmp_path / "adapter")
         with base_model.merged(source, tmp_path / "merged", torch.float32, no_heartbeat) as merged:
             start = loader.load_model(
-                merged, resolve(TrainingConfig(base_model="tiny", method="lora"), set(), CPU).config, CPU
+                merged, resolve_config(TrainingConfig(base_model="tiny", method="lora"), set(), CPU).config, CPU
             )
         assert merged.stored_quantization is None
         assert (logits(start) - trained).abs().max() < 1e-4

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from app.contracts.attempt.job import JobSpec
 from app.contracts.methods import METHODS
 from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve
+from app.contracts.training_config.resolution import resolve_config
 from app.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, load_output, make_job
 from worker.training.model import loader
@@ -250,7 +250,7 @@ class TestMergeOnAGpu:
         def run_merge(kind: Literal["cpu", "cuda"]) -> tuple[Path, list[str]]:
             messages: list[str] = []
             machine = DeviceCapabilities(kind=kind, bf16=True)
-            config = resolve(TrainingConfig(**trained.job["config"]), set(), machine).config
+            config = resolve_config(TrainingConfig(**trained.job["config"]), set(), machine).config
             run: Any = SimpleNamespace(
                 machine=machine, config=config, job=job, method=METHODS[config.method],
                 report=SimpleNamespace(message=lambda line, level: messages.append(line)),
