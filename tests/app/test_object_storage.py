@@ -79,7 +79,7 @@ def test_a_plugin_whose_files_other_hosts_would_read_is_refused_on_several(store
 
 
 class TestADataset:
-    def test_is_in_the_store_and_read_from_there(self, stored: ApiServer, share: Path) -> None:
+    def test_dataset_is_stored_in_and_read_from_the_object_store(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)
         file = share / "datasets" / dataset["id"] / "data.jsonl"
         assert hashlib.sha256(file.read_bytes()).hexdigest() == dataset["sha256"]
@@ -95,7 +95,7 @@ class TestADataset:
         after = stored.client.get(f"{path}/rows", params={"limit": 3, "after": page["next"]}).json()
         assert [one["line"] for one in (*page["data"], *after["data"])] == [1, 2, 3, 4, 5, 6]
 
-    def test_is_mixed_from_others_there(self, stored: ApiServer) -> None:
+    def test_dataset_is_mixed_from_others_in_the_store(self, stored: ApiServer) -> None:
         ids = [upload(stored)["id"], upload(stored, b'{"text": "other"}\n')["id"]]
         mixed = stored.client.post(
             "/v1/datasets/mix", json={"name": "m", "sources": [{"dataset_id": id} for id in ids]}
@@ -104,7 +104,7 @@ class TestADataset:
         content = stored.client.get(f"/v1/datasets/{mixed.json()['id']}/content").content
         assert content == ROWS + b'{"text": "other"}\n'
 
-    def test_is_fetched_once_for_a_mix_and_only_as_it_was_stored_and_if_the_disk_takes_it(
+    def test_mix_fetches_each_dataset_once_verified_and_if_the_disk_has_room(
         self, stored: ApiServer, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         dataset, opened, open_dataset = upload(stored)["id"], [], Storage.open_dataset
@@ -125,7 +125,7 @@ class TestADataset:
         assert stored.client.post("/v1/datasets/mix", json=body).status_code == 507
         assert opened == [dataset] * 2
 
-    def test_other_bytes_than_were_stored_are_never_sent_as_if_they_were(self, stored: ApiServer, share: Path) -> None:
+    def test_dataset_content_changed_in_the_store_is_never_sent_as_valid(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)["id"]
         path, file = f"/v1/datasets/{dataset}", share / "datasets" / dataset / "data.jsonl"
         right = file.read_bytes()
@@ -164,7 +164,9 @@ def stored_engine(api: ApiServer) -> Any:
 
 
 class TestAnOutage:
-    def test_is_503_with_a_time_and_leaves_no_row(self, stored: ApiServer, share: Path, engine: Engine) -> None:
+    def test_store_outage_is_503_with_retry_after_and_leaves_no_row(
+        self, stored: ApiServer, share: Path, engine: Engine
+    ) -> None:
         dataset = upload(stored)
         share.rename(share.with_name("away"))
         answers = [
@@ -189,7 +191,7 @@ class TestAnOutage:
 class TestASilentStore:
     """It takes connections, or opens, and never answers: here, each read of a file waits for a writer that is none."""
 
-    def test_keeps_no_other_request_waiting(
+    def test_silent_store_blocks_no_other_request(
         self, settings: Settings, share: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("app.infra.storage._CALL_SECONDS", 1.5)
@@ -209,7 +211,7 @@ class TestASilentStore:
                         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
     @pytest.mark.full
-    def test_of_s3_keeps_no_other_request_waiting(
+    def test_silent_s3_blocks_no_other_request(
         self, settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
@@ -256,7 +258,7 @@ def check_a_silent_store(api: ApiServer, dataset: str, base: str) -> None:
 
 
 class TestAStoreOfAnotherInstallation:
-    def test_is_marked_at_the_start_and_neither_written_to_nor_swept_by_another_one(
+    def test_store_of_another_installation_is_neither_written_nor_swept(
         self, stored: ApiServer, share: Path, engine: Engine
     ) -> None:
         mark = share / INSTALLATION_MARK
@@ -342,7 +344,7 @@ def done(stored: ApiServer, engine: Engine, tmp_path: Path) -> Done:
 
 
 class TestAnOutput:
-    def test_is_listed_and_downloaded_from_the_store(self, stored: ApiServer, done: Done) -> None:
+    def test_output_is_listed_and_downloaded_from_the_store(self, stored: ApiServer, done: Done) -> None:
         path = f"/v1/runs/{done.id}/artifacts"
         listed = stored.client.get(path).json()
         assert listed["left_out"] == 1, "a name that would control a terminal is not sent"
@@ -364,7 +366,7 @@ class TestAnOutput:
     def test_leads_to_no_other_file(self, stored: ApiServer, done: Done, name: str) -> None:
         assert stored.client.get(f"/v1/runs/{done.id}/artifacts/{name}").status_code == 404
 
-    def test_of_another_manifest_than_was_stored_is_refused(self, stored: ApiServer, done: Done, share: Path) -> None:
+    def test_output_with_a_changed_manifest_is_refused(self, stored: ApiServer, done: Done, share: Path) -> None:
         file = share / "runs" / done.id / "a1" / "output.manifest.json"
         listed = json.loads(file.read_bytes())
         listed["files"]["../../../datasets"] = {"bytes": 1, "sha256": "0" * 64}
@@ -372,15 +374,13 @@ class TestAnOutput:
         answer = stored.client.get(f"/v1/runs/{done.id}/artifacts")
         assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
 
-    def test_whose_file_has_another_size_than_was_stored_is_refused(
-        self, stored: ApiServer, done: Done, share: Path
-    ) -> None:
+    def test_output_with_a_changed_file_size_is_refused(self, stored: ApiServer, done: Done, share: Path) -> None:
         with (share / "runs" / done.id / "a1" / "output" / "deep" / "weights.safetensors").open("ab") as file:
             file.write(b"more")
         answer = stored.client.get(f"/v1/runs/{done.id}/artifacts/deep/weights.safetensors")
         assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
 
-    def test_with_other_contents_than_were_stored_is_never_sent_as_a_whole_file_or_archive(
+    def test_output_with_changed_content_is_never_sent_as_a_complete_file_or_archive(
         self, stored: ApiServer, done: Done, share: Path
     ) -> None:
         path, file = f"/v1/runs/{done.id}/artifacts", share / "runs" / done.id / "a1" / "output" / "deep"
@@ -393,12 +393,12 @@ class TestAnOutput:
             with pytest.raises(httpx.RemoteProtocolError):
                 stored.client.get(name)
 
-    def test_that_is_away_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
+    def test_output_during_a_store_outage_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
         share.rename(share.with_name("away"))
         for path in ("artifacts", "artifacts.tar", "artifacts/empty", "attempts/1/artifacts"):
             assert stored.client.get(f"/v1/runs/{done.id}/{path}").status_code == 503
 
-    def test_has_the_records_of_its_attempt(self, stored: ApiServer, done: Done) -> None:
+    def test_records_of_an_attempt_are_served_from_the_store(self, stored: ApiServer, done: Done) -> None:
         path = f"/v1/runs/{done.id}/attempts/1/artifacts"
         listed = [one["path"] for one in stored.client.get(path).json()["data"]]
         assert listed == ["log.txt.gz", "metrics.jsonl"]

@@ -47,7 +47,7 @@ def test_what_was_compared_is_counted(report: Report, history: History) -> None:
     assert all(report.counted.values()), report.counted
 
 
-def test_while_a_fault_is_at_work_no_loss_would_be_unexplained(history: History) -> None:
+def test_moments_are_not_counted_while_a_fault_explains_any_loss(history: History) -> None:
     def moments(target: str) -> int:
         return check(fault_added("kill_worker", target, 0.0, 2e9)(history)).counted[MOMENTS]
 

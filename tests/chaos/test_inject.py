@@ -15,7 +15,7 @@ def _is_taken(path: Path) -> bool:
         return child._is_taken(first.fileno()) and not child._is_taken(second.fileno())
 
 
-def test_on_the_second_host_a_lock_on_a_run_keeps_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_lock_on_the_second_host_excludes_no_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", fcntl.flock)
     assert _is_taken(tmp_path / RUN_LOCK)
     lock_nothing(RUN_LOCK)

@@ -69,7 +69,7 @@ def test_hosts_that_lose_each_other_but_not_the_database_end_the_attempt_long_be
     assert reason.startswith(f"worker {name}, which trained rank 1 of the run, ended its part: the host of rank 0")
 
 
-def test_its_processes_listen_on_the_address_of_the_interface_and_on_no_other(hosts: Hosts, network: Network) -> None:
+def test_group_processes_listen_only_on_the_address_of_the_interface(hosts: Hosts, network: Network) -> None:
     run_id = hosts.start()
     hosts.stack.until_step(run_id, 1, timeout=180)
     lead, (member,) = hosts.of(run_id)

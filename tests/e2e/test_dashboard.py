@@ -42,7 +42,7 @@ def menu(page: Page, name: str, item: str) -> None:
     page.get_by_role("button", name=item).or_(page.get_by_role("link", name=item)).first.click()
 
 
-def test_from_a_file_to_a_trained_model_without_a_shell(page: Page, stack: TrainingStack, tmp_path: Path) -> None:
+def test_dashboard_trains_a_model_from_a_file_without_a_shell(page: Page, stack: TrainingStack, tmp_path: Path) -> None:
     page.get_by_role("link", name="Datasets").click()
     page.get_by_label("Files to upload").set_input_files(make_chat_dataset(tmp_path / "questions.jsonl", 40))
     page.get_by_role("link", name="40 rows of format chat").click()

@@ -126,7 +126,7 @@ def test_two_hosts_train_as_one_process_with_twice_the_batch(hosts: Hosts) -> No
     assert "adapter_model.safetensors" in files
 
 
-def test_it_listens_on_its_interface_only_and_resumes_exactly_on_two_hosts_after_a_stop(
+def test_run_on_two_hosts_listens_on_its_interface_only_and_resumes_exactly(
     hosts: Hosts,
 ) -> None:
     run_id = hosts.start(base_model="tiny")

@@ -145,7 +145,7 @@ class TestLongerThanTheLease:
 class TestOfOneWorkerOnly:
     """Its way to the database is cut; the API, and perhaps other workers, still have theirs."""
 
-    def test_another_takes_the_run_and_nothing_of_the_first_is_stored_any_more(
+    def test_absent_worker_loses_its_run_and_stores_nothing_more(
         self, stack: Stack, undisturbed: dict[int, str], way: Proxy
     ) -> None:
         run_id = stack.create(slow(stack), {"save_steps": 10})

@@ -76,7 +76,7 @@ class TestActions:
         stack.stop(run_id, save_checkpoint=False)
         stack.until(run_id, "cancelled")
 
-    def test_one_that_the_run_does_not_come_to_is_refused_with_the_reason(self, stack: Stack) -> None:
+    def test_action_that_the_run_does_not_reach_is_refused_with_the_reason(self, stack: Stack) -> None:
         run_id = stack.create({"load_seconds": 30})
         waiting = ask(stack, run_id, "checkpoint")
         stack.add_worker()

@@ -127,7 +127,7 @@ class TestNoRunIsLost:
 
 
 class TestDeathOfAProcess:
-    def test_of_the_worker(self, stack: Stack, undisturbed: dict[int, str]) -> None:
+    def test_run_completes_after_death_of_the_worker(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(HELD, {"save_steps": 10})
         worker = stack.add_worker(lease_seconds=120)
         follower = Follower(stack, run_id, reconnect_every=7)
@@ -143,7 +143,7 @@ class TestDeathOfAProcess:
         assert stack.run(run_id)["attempt"] == 2
 
     @pytest.mark.full
-    def test_of_the_api(self, stack: Stack, undisturbed: dict[int, str]) -> None:
+    def test_run_completes_after_death_of_the_api(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()
         follower = Follower(stack, run_id)
@@ -157,7 +157,7 @@ class TestDeathOfAProcess:
         assert ids == list(range(1, len(ids) + 1))
         assert stack.run(run_id)["attempt"] == 1
 
-    def test_of_postgres(self, stack: Stack, undisturbed: dict[int, str]) -> None:
+    def test_run_completes_after_death_of_postgres(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()
         follower = Follower(stack, run_id)
@@ -167,7 +167,7 @@ class TestDeathOfAProcess:
         ids = follower.join()
         assert ids == list(range(1, len(ids) + 1))
 
-    def test_of_valkey(self, stack: Stack, undisturbed: dict[int, str]) -> None:
+    def test_run_completes_after_death_of_valkey(self, stack: Stack, undisturbed: dict[int, str]) -> None:
         run_id = stack.create(SLOW, {"save_steps": 10})
         stack.add_worker()
         follower = Follower(stack, run_id)
@@ -178,7 +178,7 @@ class TestDeathOfAProcess:
         assert ids == list(range(1, len(ids) + 1))
         assert stack.run(run_id)["attempt"] == 1
 
-    def test_of_the_trainer_again_and_again_while_its_checkpoints_advance(
+    def test_run_survives_repeated_trainer_deaths_while_checkpoints_advance(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
         held = {**SLOW, "step_seconds": 0.3, "hang_at_step": 36, "faults_until_attempt": 2}
@@ -195,7 +195,7 @@ class TestDeathOfAProcess:
 
 
 class TestAFrozenSupervisor:
-    def test_its_trainer_is_gone_before_another_starts_and_it_writes_nothing_more(
+    def test_frozen_supervisor_loses_its_trainer_before_another_starts(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
         run_id = stack.create(HELD, {"save_steps": 10})

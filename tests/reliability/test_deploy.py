@@ -135,7 +135,9 @@ class TestAMigrationWhileReplicasServe:
 
 
 class TestAnOlderDatabase:
-    def test_it_is_refused_by_replica_and_worker_with_the_next_step(self, settings: Settings, tmp_path: Path) -> None:
+    def test_older_database_is_refused_by_replica_and_worker_with_the_next_step(
+        self, settings: Settings, tmp_path: Path
+    ) -> None:
         with psycopg.connect(settings.database_url or "", autocommit=True) as connection:
             connection.execute("UPDATE alembic_version SET version_num = '0000'")
         revision = migrate.needed_revision()

@@ -107,7 +107,7 @@ class TestAnApiThatEnds:
         await asyncio.gather(ending_them, *(reader.follow() for reader in readers))
         return ending_them.result()
 
-    def test_one_that_is_signaled_before_it_listens_ends_as_well(self, stack: Stack, tmp_path: Path) -> None:
+    def test_api_signaled_before_it_listens_ends(self, stack: Stack, tmp_path: Path) -> None:
         replica = Replica(stack.settings.model_copy(update={"home": tmp_path}))
         replica.start()
         address_file = tmp_path / "run" / "api.json"
@@ -147,7 +147,7 @@ class TestAWorkerThatEnds:
         saved = [event["step"] for event in stack.events(run_id) if event["type"] == "checkpoint"]
         assert len(saved) >= 3 and all(any(step <= one for one in saved) for step in signals_by_step)
 
-    def test_one_that_loads_a_model_does_not_wait_for_it(self, stack: Stack) -> None:
+    def test_draining_worker_does_not_wait_for_a_loading_model(self, stack: Stack) -> None:
         run_id = stack.create({"load_seconds": 600})
         worker = stack.add_worker(lease_seconds=60)  # the grace is twice as long
         stack.until(run_id, "initializing")
@@ -156,7 +156,7 @@ class TestAWorkerThatEnds:
         assert (stack.run(run_id)["status"], lost_count(stack, run_id)) == ("pending", 0)
         stack.stop(run_id)
 
-    def test_one_that_still_waits_for_its_servers_ends_at_once(self, stack: Stack, tmp_path: Path) -> None:
+    def test_worker_waiting_for_its_servers_ends_at_once(self, stack: Stack, tmp_path: Path) -> None:
         away = {"database_url": "postgresql://me@127.0.0.1:1/x", "redis_url": "redis://127.0.0.1:1/0"}
         waiting = {
             "cannot be reached": {**away, "home": tmp_path / "both"},
@@ -175,7 +175,7 @@ class TestAWorkerThatEnds:
             assert worker.process.wait(30) == 0, worker.log.read_text()
             assert "Traceback" not in worker.log.read_text()
 
-    def test_one_whose_database_stays_away_ends_within_the_grace_and_the_run_goes_on_later(
+    def test_worker_without_database_ends_within_grace_and_its_run_continues_later(
         self, stack: Stack, undisturbed: dict[int, str]
     ) -> None:
         run_id = stack.create({**STEPS, "step_seconds": 0.1}, {"save_steps": 10})

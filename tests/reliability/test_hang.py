@@ -55,21 +55,19 @@ def test_a_trainer_that_falls_silent_is_killed_and_its_run_goes_on(
     assert steps == list(range(1, 21)), "from the checkpoint of step 4"
 
 
-def test_one_that_hangs_each_time_is_not_tried_for_ever(stack: Stack, ended: dict[str, dict[str, Any]]) -> None:
+def test_run_that_hangs_each_time_is_failed_after_its_restarts(stack: Stack, ended: dict[str, dict[str, Any]]) -> None:
     shown = ended["hangs each time"]
     assert (shown["status"], shown["attempt"], shown["error_code"]) == ("failed", 2, "worker_lost")
     assert "hung during loading" in shown["error_message"]
     assert len(pids_of_trainers(stack.journal(shown["id"]))) == 2 and shown["live_trainers"] == []
 
 
-def test_one_that_works_in_silence_is_left_alone(ended: dict[str, dict[str, Any]]) -> None:
+def test_silent_but_working_trainer_is_not_killed(ended: dict[str, dict[str, Any]]) -> None:
     """A step says nothing until it is done, and each is shorter than the limit."""
     assert (ended["works in silence"]["status"], ended["works in silence"]["attempt"]) == ("completed", 1)
 
 
-def test_one_that_has_nothing_to_report_for_longer_than_the_limit_is_left_alone_too(
-    stack: Stack, ended: dict[str, dict[str, Any]]
-) -> None:
+def test_trainer_that_reports_metrics_rarely_is_not_killed(stack: Stack, ended: dict[str, dict[str, Any]]) -> None:
     """Steps that are measured rarely: that each of them got done is heard, and no event comes of it."""
     shown = ended["has nothing to report"]
     assert (shown["status"], shown["attempt"]) == ("completed", 1)

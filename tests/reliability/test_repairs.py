@@ -57,7 +57,7 @@ class TestOutOfMemory:
         assert ends == ["repaired", "repaired", "completed"]
 
     @pytest.mark.usefixtures("worker")
-    def test_it_ends_once_nothing_is_left_to_make_smaller_and_says_what_else_would_help(self, stack: Stack) -> None:
+    def test_out_of_memory_without_a_smaller_setting_fails_with_advice(self, stack: Stack) -> None:
         run_id = stack.create(
             {"steps": 9, "crash_at_step": 3, "crash": "memory"},
             {"batch_size": 2, "method": "full", "gradient_checkpointing": False, "logging_steps": 1},
@@ -95,7 +95,7 @@ class TestOutOfMemory:
 
 class TestRewind:
     @pytest.mark.usefixtures("worker")
-    def test_goes_back_to_the_last_checkpoint_and_past_the_step(self, stack: Stack) -> None:
+    def test_rewind_returns_to_the_last_checkpoint_and_skips_the_step(self, stack: Stack) -> None:
         run_id = stack.create(
             {"steps": 12, "step_seconds": 0.0, "non_finite_at_step": 7}, {"on_non_finite": "rewind", "save_steps": 5}
         )
@@ -155,7 +155,7 @@ class TestPostmortem:
         )
 
     @pytest.mark.usefixtures("worker")
-    def test_where_nothing_went_wrong_there_is_none(self, stack: Stack) -> None:
+    def test_postmortem_of_a_healthy_run_is_409(self, stack: Stack) -> None:
         run_id = stack.create({"steps": 2, "step_seconds": 0.0})
         stack.until(run_id, "completed")
         answer = stack.client.get(f"/v1/runs/{run_id}/postmortem")

@@ -49,7 +49,7 @@ def steps(stack: Stack, run_id: str) -> int:
 
 class TestAFrozenServer:
     @pytest.mark.parametrize("server", ["postgres", pytest.param("valkey", marks=pytest.mark.full)])
-    def test_does_not_make_the_trainer_wait(self, stack: Stack, server: str) -> None:
+    def test_frozen_server_does_not_block_the_trainer(self, stack: Stack, server: str) -> None:
         run_id = stack.create(LONG)
         stack.add_worker(lease_seconds=180)  # two thirds of it are longer than this test
         stack.until_step(run_id, 5)

@@ -14,7 +14,7 @@ PHASES = {
 
 
 class TestStopWins:
-    def test_while_the_run_waits(self, stack: Stack) -> None:
+    def test_stop_wins_while_the_run_waits(self, stack: Stack) -> None:
         run_id = stack.create()
         assert stack.stop(run_id).json()["status"] == "cancelled"
         stack.add_worker()
@@ -25,7 +25,7 @@ class TestStopWins:
 
     @pytest.mark.parametrize("phase", PHASES)
     @pytest.mark.usefixtures("worker")
-    def test_while_the_run_is(self, stack: Stack, phase: str) -> None:
+    def test_stop_wins_while_the_run_is_active(self, stack: Stack, phase: str) -> None:
         extra, status = PHASES[phase]
         run_id = stack.create(extra, {"save_steps": 5})
         stack.until(run_id, status)
@@ -37,7 +37,7 @@ class TestStopWins:
             assert [event for event in stack.events(run_id) if event["type"] == "checkpoint"]
             assert shown["checkpoint_path"]
 
-    def test_while_its_worker_is_lost(self, stack: Stack) -> None:
+    def test_stop_wins_while_the_worker_is_lost(self, stack: Stack) -> None:
         run_id = stack.create({"steps": 2000})
         worker = stack.add_worker()
         stack.until_step(run_id, 3)

@@ -44,7 +44,7 @@ def seen_at_calls(monkeypatch: pytest.MonkeyPatch, name: str, look: Any) -> list
 
 
 class TestAnAnswer:
-    def test_that_a_run_is_accepted_never_precedes_its_commit(
+    def test_acceptance_of_a_run_is_sent_after_its_commit(
         self, api: ApiServer, settings: Settings, engine: Engine, dataset_id: str
     ) -> None:
         refuse_commits(settings)
@@ -53,7 +53,7 @@ class TestAnAnswer:
         assert answer.status_code == 500, answer.text
         assert count_runs(engine) == 0
 
-    def test_that_a_stop_is_accepted_never_precedes_its_commit(
+    def test_acceptance_of_a_stop_is_sent_after_its_commit(
         self, api: ApiServer, settings: Settings, engine: Engine, dataset_id: str
     ) -> None:
         run_id = make_run(api.client, dataset_id)["id"]
@@ -74,7 +74,7 @@ class TestAHint:
 
 
 class TestARequestToStop:
-    def test_is_sent_to_the_worker_when_it_can_be_seen(
+    def test_stop_request_is_sent_to_the_worker_after_it_is_visible(
         self, api: ApiServer, engine: Engine, dataset_id: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run_id = make_run(api.client, dataset_id)["id"]

@@ -332,7 +332,7 @@ def test_failures_of_what_we_stand_on_have_their_own_answer(error: Exception, st
         sqlalchemy.exc.IntegrityError("x", {}, psycopg.errors.UniqueViolation()),
     ],
 )
-def test_other_failures_are_not_mistaken_for_those(error: Exception) -> None:
+def test_unrelated_failures_are_not_reported_as_unavailable(error: Exception) -> None:
     assert errors.as_api_error(error) is None
 
 

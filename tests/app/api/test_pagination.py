@@ -83,7 +83,7 @@ class TestSearch:
             ("nothing has this", []),
         ],
     )
-    def test_is_for_a_part_of_name_or_tag_and_takes_every_character_as_it_is(
+    def test_search_matches_part_of_name_or_tag_literally(
         self, api: ApiServer, names: dict[str, str], text: str, matches: list[str]
     ) -> None:
         for name, tag in names.items():
@@ -91,13 +91,13 @@ class TestSearch:
         page = api.client.get("/v1/experiments", params={"search": text}).json()["data"]
         assert sorted(item["name"] for item in page) == sorted(matches)
 
-    def test_also_finds_the_beginning_of_an_id(self, api: ApiServer) -> None:
+    def test_search_matches_beginning_of_an_id(self, api: ApiServer) -> None:
         ids = _make(api, 3)
         for text in (ids[1], ids[1].removeprefix("exp_")):
             page = api.client.get("/v1/experiments", params={"search": text}).json()["data"]
             assert [item["id"] for item in page] == [ids[1]]
 
-    def test_of_runs_and_datasets_is_the_same(self, api: ApiServer) -> None:
+    def test_search_works_the_same_for_runs_and_datasets(self, api: ApiServer) -> None:
         rows = b'{"text": "a"}\n'
         stored = api.client.post("/v1/datasets", files={"file": ("Some rows.jsonl", rows)}).json()
         dataset = {"dataset_id": stored["id"], "backend": "fake"}

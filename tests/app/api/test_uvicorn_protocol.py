@@ -223,7 +223,7 @@ class TestManyFields:
         ],
         ids=["fields", "bytes", "no HTTP", "TLS"],
     )
-    def test_are_refused_with_a_problem_before_the_headers_end(
+    def test_too_many_headers_are_refused_before_they_end(
         self, shared_api: ApiServer, sent: bytes, status: int, code: str
     ) -> None:
         head, _, body = self._answer(shared_api, sent).partition(b"\r\n\r\n")
@@ -232,13 +232,13 @@ class TestManyFields:
         problem = json.loads(body)
         assert (problem["status"], problem["code"]) == (status, code) and problem["detail"].endswith(".")
 
-    def test_of_a_usual_number_are_accepted(self, shared_api: ApiServer) -> None:
+    def test_usual_number_of_headers_is_accepted(self, shared_api: ApiServer) -> None:
         most = uvicorn_protocol.MAX_HEADER_FIELDS
         request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         assert self._answer(shared_api, request + b"a: b\r\n" * (most - 2) + b"\r\n").startswith(b"HTTP/1.1 200")
         assert self._answer(shared_api, request + b"a: b\r\n" * (most - 1) + b"\r\n").startswith(b"HTTP/1.1 431")
 
-    def test_after_a_response_has_begun_end_the_connection_without_another(self, shared_api: ApiServer) -> None:
+    def test_too_many_headers_after_a_response_began_close_the_connection(self, shared_api: ApiServer) -> None:
         stream = f"GET /v1/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {shared_api.key}\r\n\r\n"
         with _connect(shared_api) as connection:
             connection.sendall(stream.encode())
@@ -250,16 +250,16 @@ class TestManyFields:
                     answer += piece
         assert answer.count(b"HTTP/1.1 ") == 1
 
-    def test_of_trailers_are_refused(self, shared_api: ApiServer) -> None:
+    def test_too_many_trailers_are_refused(self, shared_api: ApiServer) -> None:
         begin = _CHUNKED.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {shared_api.key}\r\n\r\n".encode())
         answer = self._answer(shared_api, begin + b"1\r\n{\r\n0\r\n" + b"a:\r\n" * 1000)
         assert answer.startswith(b"HTTP/1.1 431") and b"too_many_headers" in answer
 
-    def test_of_requests_that_wait_together_are_bounded(self, shared_api: ApiServer) -> None:
+    def test_headers_of_pipelined_requests_are_bounded_together(self, shared_api: ApiServer) -> None:
         request = _REQUEST.removesuffix(b"\r\n") + b"a:\r\n" * 60 + b"\r\n"
         assert self._answer(shared_api, request * 16).count(b'{"status":"ok"}') < 16
 
-    def test_of_a_query_are_refused(self, shared_api: ApiServer) -> None:
+    def test_too_many_query_fields_are_refused(self, shared_api: ApiServer) -> None:
         for many in ("&".join(f"p{at}=" for at in range(9000)), "&".join(["status=pending"] * 101)):
             response = shared_api.client.get(f"/v1/runs?{many}")
             assert response.status_code == 422 and response.elapsed.total_seconds() < 5
@@ -292,7 +292,7 @@ class TestFieldsOfTrailers:
         answer = self._answer(shared_api, key, b"Host: localhost\r\n", until=b"host_not_allowed")
         assert answer.startswith(b"HTTP/1.1 400")
 
-    def test_they_harm_neither_their_own_request_nor_the_next(self, shared_api: ApiServer, key: bytes) -> None:
+    def test_trailer_fields_harm_neither_their_request_nor_the_next(self, shared_api: ApiServer, key: bytes) -> None:
         trailers = b"Host: evil.example\r\nAuthorization: Basic x\r\nExpect: 100-continue\r\nX:\r\n"
         following = b"GET /v1/experiments HTTP/1.1\r\nHost: localhost\r\n" + key + b"\r\n"
         answer = self._answer(shared_api, b"Host: localhost\r\n" + key, trailers, following, until=b"HTTP/1.1 200")

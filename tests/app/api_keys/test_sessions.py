@@ -61,7 +61,7 @@ def execute(api: ApiServer, statement: str) -> None:
 
 
 class TestSession:
-    def test_of_a_key_may_what_the_key_may_and_is_kept_from_scripts(self, shared_api: ApiServer) -> None:
+    def test_session_has_scopes_of_its_key_and_cookie_is_http_only(self, shared_api: ApiServer) -> None:
         with signed_in(shared_api, shared_api.key_with(["read"])) as browser:
             answer = browser.get("/v1/session")
             (cookie,) = browser.cookies.jar
@@ -74,7 +74,7 @@ class TestSession:
         assert "HttpOnly" in sent and "SameSite=strict" in sent and "Max-Age=2592000" in sent
         assert (refused.status_code, code(refused)) == (403, "scope_missing")
 
-    def test_is_secure_where_the_page_came_over_https(self, shared_api: ApiServer) -> None:
+    def test_session_cookie_is_secure_over_https(self, shared_api: ApiServer) -> None:
         """A proxy that terminates TLS: this server sees plain HTTP, the page has the origin of the proxy."""
         with shared_api.client_with(None) as browser:
             origin = shared_api.url.replace("http:", "https:")
@@ -110,11 +110,13 @@ class TestSession:
         }
 
     @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-    def test_is_not_read_by_pages_of_others(self, shared_api: ApiServer, browser: httpx.Client, site: str) -> None:
+    def test_session_is_not_usable_by_pages_of_other_sites(
+        self, shared_api: ApiServer, browser: httpx.Client, site: str
+    ) -> None:
         assert browser.get("/v1/runs", headers={OWN_PAGE: site}).status_code == 401
         assert browser.get("/v1/runs", headers={OWN_PAGE: "none"}).status_code == 200, "an address that was typed in"
 
-    def test_ends_at_once_when_signed_out(self, browser: httpx.Client) -> None:
+    def test_session_ends_at_sign_out(self, browser: httpx.Client) -> None:
         cookies = dict(browser.cookies)
         assert browser.get("/v1/runs").status_code == 200
         assert browser.delete("/v1/session").status_code == 204
@@ -123,7 +125,7 @@ class TestSession:
         assert (ended.status_code, code(ended)) == (401, "session_ended")
 
     @pytest.mark.parametrize("end", ["revoked", "expired", "deleted"])
-    def test_ends_with_its_key_and_its_time(
+    def test_session_ends_with_its_key_and_at_its_expiry(
         self, shared_api: ApiServer, end: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert isinstance(shared_api, ThreadServer) and CACHE_SECONDS <= 10
@@ -163,7 +165,7 @@ class TestSession:
         with shared_api.client_with(None) as untrusted:
             assert untrusted.get("/v1/runs", headers={"Cookie": text}).status_code == 401
 
-    def test_needs_a_valid_key_and_little_of_a_body(self, shared_api: ApiServer) -> None:
+    def test_session_needs_a_valid_key_and_a_small_body(self, shared_api: ApiServer) -> None:
         with shared_api.client_with(None) as browser:
             wrong = browser.post("/v1/session", json={"key": "anneal_" + "x" * 43})
             both = browser.post("/v1/session", json={"key": shared_api.key, "link": "x"})
@@ -172,14 +174,16 @@ class TestSession:
         assert [answer.status_code for answer in (wrong, both, large, foreign)] == [401, 422, 413, 403]
         assert "anneal keys create" in wrong.json()["detail"]
 
-    def test_is_not_created_from_a_large_body_which_is_not_read(self, shared_api: ApiServer) -> None:
+    def test_session_request_with_large_body_is_refused_unread(self, shared_api: ApiServer) -> None:
         """The length is announced and no byte of the body is sent."""
         head = "POST /v1/session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4097\r\n\r\n"
         with socket.create_connection(("127.0.0.1", shared_api.port), timeout=10) as connection:
             connection.sendall(head.encode())
             assert connection.recv(4096).startswith(b"HTTP/1.1 413")
 
-    def test_ends_its_open_stream_with_its_key(self, shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_session_stream_ends_when_its_key_is_revoked(
+        self, shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(verifier, "CACHE_SECONDS", 0.1)
         monkeypatch.setattr(stream, "RECHECK_SECONDS", 0.2)
         with signed_in(shared_api, shared_api.key_with(["read"])) as browser:
@@ -189,7 +193,7 @@ class TestSession:
                 assert revoke_key_sync(shared_api.settings, key_id)
                 answer.read()  # until the server ends the stream
 
-    def test_of_a_key_that_reads_signs_out_and_creates_links_and_tickets(self, shared_api: ApiServer) -> None:
+    def test_session_of_a_read_key_can_sign_out_and_create_links_and_tickets(self, shared_api: ApiServer) -> None:
         with signed_in(shared_api, shared_api.key_with(["read"])) as browser:
             assert browser.post("/v1/session/links").status_code == 201
             assert browser.post("/v1/stream-tickets", json={}).status_code == 201
@@ -237,7 +241,7 @@ class TestLink:
         assert statuses == [201] + [401] * 19
 
     @pytest.mark.parametrize("end", ["expired", "revoked", "a session"])
-    def test_of_an_ended_key_or_time_opens_nothing(self, shared_api: ApiServer, end: str) -> None:
+    def test_link_of_revoked_key_or_after_expiry_opens_no_session(self, shared_api: ApiServer, end: str) -> None:
         with shared_api.client_with(shared_api.key_with(["read"])) as holder:
             token = holder.post("/v1/session/links").json()["url"].partition("#")[2]
             key_id = holder.get("/v1/session").json()["key_id"]
@@ -251,7 +255,7 @@ class TestLink:
             answer = browser.post("/v1/session", json={"link": token})
         assert (answer.status_code, code(answer)) == (401, "invalid_link") and "anneal open" in answer.json()["detail"]
 
-    def test_and_session_are_in_the_audit_log_and_their_tokens_nowhere(
+    def test_link_and_session_are_audited_without_their_tokens(
         self, shared_api: ApiServer, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.DEBUG)
@@ -299,7 +303,7 @@ class TestTicket:
         assert events.status_code == again.status_code == 200 and "event: status" in events.text
         assert [*others, posted, as_header, doubled] == [401] * 8
 
-    def test_of_one_run_opens_only_that_run(self, shared_api: ApiServer, engine: Engine, run: str) -> None:
+    def test_ticket_of_a_run_opens_only_that_run(self, shared_api: ApiServer, engine: Engine, run: str) -> None:
         other = make_run(shared_api.client, make_dataset(engine))["id"]
         ticket = shared_api.client.post("/v1/stream-tickets", json={"run_id": run}).json()
         assert ticket["run_id"] == run
@@ -326,7 +330,7 @@ class TestTicket:
             answer = page.get("/v1/events", params={"ticket": ticket, "follow": False})
         assert (answer.status_code, code(answer)) == (401, "invalid_ticket")
 
-    def test_those_that_have_expired_are_deleted(self, shared_api: ApiServer) -> None:
+    def test_expired_tickets_are_deleted(self, shared_api: ApiServer) -> None:
         shared_api.client.post("/v1/stream-tickets")
         execute(shared_api, "UPDATE tokens SET expires_at = now() - interval '1 s'")
         shared_api.client.post("/v1/stream-tickets")
@@ -342,7 +346,7 @@ class TestOtherOrigins:
         with ThreadServer(settings) as server:
             yield server
 
-    def test_that_are_allowed_read_answers_and_errors_with_a_key_or_a_ticket(self, open_api: ApiServer) -> None:
+    def test_allowed_origin_reads_answers_and_errors_with_key_or_ticket(self, open_api: ApiServer) -> None:
         ticket = open_api.client.post("/v1/stream-tickets").json()["ticket"]
         preflight_headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
         with open_api.client_with(None) as page:
@@ -380,7 +384,7 @@ class TestOtherOrigins:
             assert (answer.status_code, code(answer)) == (403, "origin_not_allowed")
             assert "set-cookie" not in answer.headers
 
-    def test_with_a_wrong_key_and_a_right_cookie_change_nothing(self, open_api: ApiServer) -> None:
+    def test_other_origin_with_wrong_key_and_valid_cookie_changes_nothing(self, open_api: ApiServer) -> None:
         with signed_in(open_api, open_api.key) as browser:
             sent = {"Origin": DASHBOARD, "Authorization": "Bearer anneal_" + "x" * 43}
             answer = browser.post("/v1/experiments", json={"name": "x"}, headers=sent)
@@ -399,7 +403,7 @@ class TestOtherOrigins:
             "https://a.example/",
         ],
     )
-    def test_are_exact(self, wrong: str) -> None:
+    def test_allowed_origins_are_compared_exactly(self, wrong: str) -> None:
         with pytest.raises(ValueError, match="is not an origin"):
             Settings(allowed_origins=f"{DASHBOARD},{wrong}")
 

@@ -65,7 +65,7 @@ class Conformance:
     async def launched(self, backend: CeleryBackend, storage: Storage, run: TrainingRun, data: Path) -> str:
         return await backend.launch(run, data, storage.run_dir(run.run_id))
 
-    def test_says_what_it_can_do(self, backend: CeleryBackend) -> None:
+    def test_backend_reports_its_capabilities(self, backend: CeleryBackend) -> None:
         can = backend.capabilities
         assert can.name and can.supported_methods
         assert set(can.supported_methods) <= set(TrainingMethod)
@@ -74,7 +74,7 @@ class Conformance:
     async def test_finds_nothing_wrong_with_a_good_configuration(self, backend: CeleryBackend) -> None:
         assert await backend.validate_config(self.config) == []
 
-    async def test_reports_every_problem_at_once_with_field_code_and_message(self, backend: CeleryBackend) -> None:
+    async def test_backend_reports_all_problems_with_field_code_and_message(self, backend: CeleryBackend) -> None:
         problems = await backend.validate_config({**self.config, **self.wrong_config})
         assert {problem.field.split(".")[0] for problem in problems} == set(self.wrong_config)
         assert all(problem.code and problem.message for problem in problems)

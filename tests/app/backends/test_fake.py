@@ -17,7 +17,7 @@ class TestFakeBackend(Conformance):
     config = {"base_model": "any-name-will-do", "extra": {"steps": 5, "step_seconds": 0}}
     wrong_config = {"epochs": -1, "extra": {"steps": 0, "max_grad_norm": 1.0}}
 
-    async def test_does_not_care_about_devices(self, backend: CeleryBackend, engine: Engine) -> None:
+    async def test_fake_backend_runs_on_any_devices(self, backend: CeleryBackend, engine: Engine) -> None:
         add_worker(engine, backends=["fake"])
         assert await backend.validate_config({**self.config, "optim": "paged_adamw_32bit"}) == []
 
@@ -25,11 +25,11 @@ class TestFakeBackend(Conformance):
 class TestWithoutTheSetting:
     """Any key that creates runs could otherwise make workers simulate faults."""
 
-    def test_it_is_off_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_fake_backend_is_off_by_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("ANNEAL_FAKE_BACKEND")
         assert Settings().fake_backend is False
 
-    def test_it_is_neither_shown_nor_accepted_nor_trained(self, settings: Settings, engine: Engine) -> None:
+    def test_disabled_fake_backend_is_not_listed_accepted_or_run(self, settings: Settings, engine: Engine) -> None:
         with ThreadServer(settings) as api:
             earlier = make_run(api.client, make_dataset(engine))["id"]
             Trainer(engine, earlier).begin().fail()

@@ -56,7 +56,7 @@ class TestRayBackend(Conformance):
 
 
 class TestWithoutAUrl:
-    def test_it_is_listed_as_not_available_and_refused_with_the_setting(self, api: ApiServer, engine: Engine) -> None:
+    def test_ray_backend_without_url_is_listed_unavailable_and_refused(self, api: ApiServer, engine: Engine) -> None:
         shown = {one["name"]: one["unavailable_reason"] for one in api.client.get("/v1/backends").json()["data"]}
         assert shown["celery"] is shown["fake"] is None and "ANNEAL_RAY_URL" in shown["ray"]
         body = {"backend": "ray", "dataset_id": make_dataset(engine), "config": {"base_model": "org/model"}}
@@ -65,7 +65,7 @@ class TestWithoutAUrl:
         assert answer.status_code == 422 and error["code"] == "backend_not_configured"
         assert "ANNEAL_RAY_URL" in error["message"]
 
-    def test_its_runs_are_not_resumed(self, settings: Settings, engine: Engine) -> None:
+    def test_ray_run_is_not_resumed_without_url(self, settings: Settings, engine: Engine) -> None:
         configured = settings.model_copy(update={"ray_url": "http://127.0.0.1:1"})
         make_model(settings)
         body = {"backend": "ray", "dataset_id": make_dataset(engine), "config": {"base_model": "tiny"}}
@@ -131,7 +131,7 @@ class TestSettings:
             "http://ray-head/#hunter2", "http://ray-head\n:8265",
         ],
     )  # fmt: skip
-    def test_others_are_refused_without_showing_a_token(self, url: str) -> None:
+    def test_invalid_ray_settings_are_refused_without_showing_a_token(self, url: str) -> None:
         with pytest.raises(ValidationError) as refused:
             Settings(ray_url=url)
         (error,) = refused.value.errors()

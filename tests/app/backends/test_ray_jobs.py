@@ -362,7 +362,7 @@ class TestNodes:
 
 
 class TestACluster:
-    async def test_that_does_not_respond_lets_runs_wait_with_one_line_in_the_log(
+    async def test_unreachable_cluster_lets_runs_wait_and_logs_once(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, caplog: pytest.LogCaptureFixture
     ) -> None:
         run_id = add(engine)
@@ -379,13 +379,17 @@ class TestACluster:
         assert ["does not respond" in one for one in logged][:2] == [True, False] and len(logged) == 3
         assert ray.url in logged[0], "for the operator"
 
-    async def test_that_rejects_the_token_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+    async def test_cluster_that_rejects_the_token_is_the_pending_reason(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
         run_id = add(engine)
         ray.token = "another"
         await jobs.do_round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
-    async def test_that_is_elsewhere_is_named(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+    async def test_cluster_that_redirects_is_the_pending_reason(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
         """The token of the operator is not sent to where a redirect leads."""
         run_id = add(engine)
         ray.failing["POST"] = 307
@@ -393,7 +397,7 @@ class TestACluster:
         code, message = waits_because(engine, run_id)
         assert code == "ray_unreachable" and "status 307" in message
 
-    async def test_that_rejects_the_token_only_of_submissions_is_named(
+    async def test_cluster_that_rejects_only_submissions_is_the_pending_reason(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
@@ -401,7 +405,7 @@ class TestACluster:
         await jobs.do_round()
         assert "set ANNEAL_RAY_TOKEN" in waits_because(engine, run_id)[1]
 
-    async def test_that_is_slow_ends_a_round(
+    async def test_slow_cluster_ends_the_round(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.5)
@@ -410,7 +414,7 @@ class TestACluster:
         code, message = waits_because(engine, run_id)
         assert code == "ray_unreachable" and "takes too long" in message
 
-    async def test_whose_head_accepts_no_jobs_is_asked_for_each_and_events_are_written_once(
+    async def test_cluster_whose_head_accepts_no_jobs_is_asked_for_each_and_events_are_written_once(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         """As when the agent of the head is down: jobs can be read, and neither submitted nor stopped."""
@@ -432,7 +436,7 @@ class TestACluster:
         ]
         assert event_counts == [2, 1], "one event for each change"
 
-    async def test_that_is_slow_gets_to_every_job_in_some_rounds(
+    async def test_slow_cluster_gets_every_job_within_some_rounds(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ray_jobs, "_ROUND_SECONDS", 0.9)
@@ -442,7 +446,7 @@ class TestACluster:
             await jobs.do_round()
         assert set(ray.submissions) == expected
 
-    def test_that_hangs_holds_up_nothing_else(self, settings: Settings, engine: Engine) -> None:
+    def test_hanging_ray_request_does_not_block_other_runs(self, settings: Settings, engine: Engine) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
             url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
             with ThreadServer(settings.model_copy(update={"ray_url": url})) as api:
@@ -456,7 +460,7 @@ class TestACluster:
 
 
 class TestAJob:
-    async def test_that_starts_no_worker_is_tried_again_with_the_reason(
+    async def test_job_that_starts_no_worker_is_retried_with_the_reason(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
     ) -> None:
         run_id = add(engine, max_restarts=1)
@@ -489,7 +493,7 @@ class TestAJob:
         ],
         ids=lambda end: f"{end[0]}-{end[2]}",
     )  # fmt: skip
-    async def test_that_ended_through_no_failure_of_its_own_costs_no_restart(
+    async def test_job_ended_by_the_cluster_costs_no_restart(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, end: tuple[str, str | None, int | None]
     ) -> None:
         run_id = add(engine, max_restarts=0)
@@ -503,7 +507,7 @@ class TestAJob:
         await jobs.do_round()
         assert ray.submissions == [job(run_id)], "not before a pause"
 
-    async def test_that_ends_again_and_again_is_tried_after_growing_pauses(
+    async def test_job_that_keeps_ending_is_retried_with_growing_pauses(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         """As with a wrong ANNEAL_DATABASE_URL on the nodes: no loss of the run, which waits and says why."""
@@ -530,7 +534,7 @@ class TestAJob:
             pause = connection.scalar(text("SELECT extract(epoch FROM not_before - now()) FROM runs"))
             assert round(pause / 30) == 1, "it had been there for an hour"
 
-    async def test_that_was_tried_for_weeks_is_tried_again_and_holds_up_no_other(
+    async def test_job_retried_for_weeks_is_retried_and_blocks_no_other(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         tried = add(engine)
@@ -544,7 +548,7 @@ class TestAJob:
             assert round(connection.scalar(query, {"id": tried}) / 30) == 30
         assert ray.submissions == [job(tried), job(other)]
 
-    async def test_whose_run_is_stopped_during_its_pause_leaves_nothing(
+    async def test_job_of_run_stopped_during_its_pause_leaves_nothing(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
@@ -557,7 +561,7 @@ class TestAJob:
         with engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
 
-    async def test_with_an_exit_code_that_is_none_holds_up_no_other(
+    async def test_job_with_invalid_exit_code_blocks_no_other(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         strange, other = add(engine), add(engine)
@@ -568,7 +572,7 @@ class TestAJob:
         await jobs.do_round()
         assert {waits_because(engine, run_id)[0] for run_id in (strange, other)} == {"ray_job_failed"}
 
-    async def test_that_the_cluster_has_forgotten_is_submitted_again(
+    async def test_job_forgotten_by_the_cluster_is_submitted_again(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
@@ -577,7 +581,7 @@ class TestAJob:
         await jobs.do_round()
         assert ray.submissions == [job(run_id)] * 2
 
-    async def test_of_a_run_that_was_stopped_or_deleted_is_stopped(
+    async def test_job_of_stopped_or_deleted_run_is_stopped(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         stopped, deleted = add(engine), add(engine)
@@ -591,7 +595,9 @@ class TestAJob:
         with engine.connect() as connection:
             assert connection.scalar(text("SELECT count(*) FROM ray_jobs")) == 0
 
-    async def test_whose_run_trains_does_not_matter(self, jobs: RayJobs, ray: RayServer, engine: Engine) -> None:
+    async def test_end_of_a_job_whose_run_trains_is_ignored(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
         """Ray may have given up a node whose worker still renews its lease."""
         run_id = add(engine)
         await jobs.do_round()
@@ -603,7 +609,7 @@ class TestAJob:
         assert (row.status, row.lease_epoch, row.lost_count) == ("initializing", 1, 0)
         assert len(ray.asked) == request_count and ray.submissions == [job(run_id)]
 
-    async def test_of_a_run_that_has_ended_may_end_by_itself_first(
+    async def test_job_of_an_ended_run_may_end_by_itself_first(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)
@@ -617,7 +623,7 @@ class TestAJob:
         await jobs.do_round()
         assert ray.stopped == [job(run_id)]
 
-    async def test_of_a_run_that_was_released_is_followed_by_another(
+    async def test_job_of_a_released_run_is_followed_by_another(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:
         run_id = add(engine)

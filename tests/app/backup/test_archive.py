@@ -330,7 +330,7 @@ HOSTILE: dict[str, tuple[Callable[[Members], None], str]] = {
 
 
 class TestHostileArchive:
-    def test_it_is_refused_with_the_reason_and_nothing_is_written(
+    def test_hostile_archive_is_refused_with_the_reason_and_nothing_written(
         self, archive: Path, target: Settings, tmp_path: Path
     ) -> None:
         engine = sync_engine(target.database_url or "", pool_size=0)

@@ -94,7 +94,7 @@ class TestWhatCannotBeRead:
     """A trainer must not prevent the backup of what belongs to others."""
 
     @pytest.mark.parametrize(("name", "code"), [("file", errno.EACCES), ("file", errno.EIO), ("folder", errno.EACCES)])
-    def test_is_named_and_the_rest_is_backed_up(
+    def test_unreadable_file_is_reported_and_the_rest_backed_up(
         self, service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
     ) -> None:
         attempt = service.storage.attempt_dir(service.run_id, 1)
@@ -114,7 +114,7 @@ class TestWhatCannotBeRead:
         assert [(it.kind, it.id) for it in manifest.problems] == [("file", f"runs/{service.run_id}/a1/{name}")]
         assert manifest.problems[0].problem == f"cannot be read ({os.strerror(code)})" and manifest.files == 8
 
-    def test_is_named_with_escapes_if_its_path_is_too_long_for_a_copy(self, service: Service, folder: Path) -> None:
+    def test_file_with_too_long_path_is_reported_with_escapes(self, service: Service, folder: Path) -> None:
         place = os.open(service.storage.attempt_dir(service.run_id, 1), os.O_RDONLY)
         for _ in range(20):
             os.mkdir("n" * 250, dir_fd=place)

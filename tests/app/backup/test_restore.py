@@ -106,7 +106,7 @@ def occupied(backup: Backup, empty: Settings) -> Settings:
 
 
 class TestPlaceThatIsNotEmpty:
-    def test_it_is_refused_and_left_as_it_is_and_with_replace_kept_in_another_folder(
+    def test_restore_into_nonempty_home_is_refused_and_with_replace_moves_it_aside(
         self, service: Service, backup: Backup, occupied: Settings
     ) -> None:
         Storage(occupied).journal_path(service.run_id).write_text("newer")

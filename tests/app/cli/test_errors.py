@@ -51,7 +51,7 @@ def test_a_service_that_does_not_answer_is_reported_before_the_first_retry(
     assert json.loads(error)["code"] == "unreachable"
 
 
-def test_with_json_an_error_has_its_code_and_its_fields(anneal: Anneal, run_file: Path) -> None:
+def test_error_with_json_has_its_code_and_fields(anneal: Anneal, run_file: Path) -> None:
     refused = anneal("runs", "create", "-f", str(run_file), "--set", "config.lora_r=-1", "--json", code=1)
     error = json.loads(refused.stderr)
     assert refused.stdout == "" and error["code"] == "out_of_range" and "lora_r" in error["detail"]

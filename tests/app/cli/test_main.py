@@ -127,7 +127,7 @@ class TestKeys:
     def test_an_unknown_key_says_where_to_look(self, servers: dict[str, str]) -> None:
         assert "`anneal keys list`" in refused(anneal("keys", "revoke", "key_none", **servers))
 
-    def test_with_a_url_the_keys_are_those_of_that_service(self, emptied_api: ApiServer, tmp_path: Path) -> None:
+    def test_keys_commands_with_a_url_use_that_service(self, emptied_api: ApiServer, tmp_path: Path) -> None:
         there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": emptied_api.url, "ANNEAL_API_KEY": emptied_api.key}
         created = json.loads(anneal("keys", "create", "ci", "--scope", "read", "--json", **there).stdout)
         assert created["scopes"] == ["read"] and created["key"].startswith("anneal_")
@@ -144,7 +144,7 @@ class TestKeys:
 
 
 class TestVersion:
-    def test_it_is_that_of_the_package(self) -> None:
+    def test_version_is_that_of_the_package(self) -> None:
         assert anneal("--version").stdout == f"anneal {version('anneal')}\n"
 
     def test_an_unknown_command_is_answered_with_a_similar_one_that_deletes_nothing(self) -> None:
@@ -158,7 +158,7 @@ class TestVersion:
 
 
 class TestMigrate:
-    def test_it_brings_an_empty_database_up_and_does_nothing_the_second_time(self, services: Services) -> None:
+    def test_migrate_upgrades_an_empty_database_and_is_idempotent(self, services: Services) -> None:
         url = services.create_database(template="template1")
         try:
             first = process("migrate", ANNEAL_DATABASE_URL=url)
@@ -241,7 +241,7 @@ class TestSentences:
 
 
 class TestApi:
-    def test_it_takes_a_free_port_reports_it_and_ends_cleanly_on_sigterm(
+    def test_api_command_reports_its_free_port_and_ends_on_sigterm(
         self, servers: dict[str, str], settings: Settings
     ) -> None:
         command = [sys.executable, "-P", "-m", "app.cli.main", "api", "--port", "0"]

@@ -42,7 +42,7 @@ def test_the_client_needs_no_dependency_of_the_server(module: str) -> None:
     assert json.loads(done.stdout) == "loaded"
 
 
-def test_its_types_are_there_for_those_who_use_it() -> None:
+def test_package_provides_types_to_type_checkers() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     for package in ("anneal", "app"):
         assert (ROOT / package / "py.typed").is_file() and "py.typed" in declared[package]

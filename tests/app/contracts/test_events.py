@@ -51,7 +51,7 @@ class TestModel:
     def test_documents_every_field(self, model: type[Event]) -> None:
         assert [name for name, field in model.model_fields.items() if name != "type" and not field.description] == []
 
-    def test_its_example_has_every_required_field_and_no_unknown_one(self, model: type[Event]) -> None:
+    def test_event_example_has_every_required_field_and_no_unknown_one(self, model: type[Event]) -> None:
         example: Any = model.model_json_schema()["example"]
         event = model.model_validate(example)
         assert EVENTS[event.type] is model and not event.model_extra

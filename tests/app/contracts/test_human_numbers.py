@@ -101,7 +101,7 @@ def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
         ResourceRequest.model_validate({"memory_mb": text})
 
 
-def test_counts_in_groups_are_stored_as_numbers_too() -> None:
+def test_counts_in_option_groups_are_stored_as_numbers() -> None:
     extra = {"eval_batch_size": "1k", "distributions_steps": "2^4"}
     written = {"base_model": "tiny", "method": "rlhf", "extra": extra, "rlhf": {"max_completion_length": "1k"}}
     config = TrainingConfig.model_validate(written)

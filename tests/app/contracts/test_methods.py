@@ -27,18 +27,18 @@ class TestMethods:
         assert list(METHODS) == list(TrainingMethod)
 
     @EACH
-    def test_its_formats_exist(self, method: Method) -> None:
+    def test_method_names_only_existing_formats(self, method: Method) -> None:
         assert method.formats
         assert set(method.formats) <= set(get_args(DatasetFormat)) == set(FORMATS)
 
     @EACH
-    def test_its_options_are_the_field_of_its_name(self, method: Method) -> None:
+    def test_method_options_are_the_config_field_of_its_name(self, method: Method) -> None:
         field = TrainingConfig.model_fields.get(method.name)
         assert (field.annotation if field else None) is method.options
         assert OPTION_GROUPS.get(method.name) is method.options
 
     @EACH
-    def test_it_generates_if_it_has_the_options_for_that(self, method: Method) -> None:
+    def test_method_generates_if_it_has_generation_options(self, method: Method) -> None:
         config = TrainingConfig(base_model="m", method=method.name)
         assert method.generates == (method.options is RlhfOptions)
         assert config.generation is (config.rlhf if method.generates else None)

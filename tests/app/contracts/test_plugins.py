@@ -62,7 +62,7 @@ def test_a_name_that_no_worker_has_is_refused_with_those_there_are(check: Any, e
     assert errors(check(method="rlhf", rlhf=rlhf)) == [("config.rlhf.rewards.1.name", "plugin_not_installed")]
 
 
-def test_one_that_only_some_workers_have_is_warned_of(check: Any, engine: Engine) -> None:
+def test_plugin_that_only_some_workers_have_is_a_warning(check: Any, engine: Engine) -> None:
     add_worker(engine, backends=["celery"], plugins=HERE)
     add_worker(engine, backends=["celery"], plugins={})
     result = check({"optimizer": {"type": "slow-sign"}})

@@ -59,7 +59,7 @@ class TestContent:
         )
         assert answer.headers["x-content-type-options"] == "nosniff"
 
-    def test_goes_on_where_a_download_broke_off(self, emptied: ApiServer) -> None:
+    def test_interrupted_content_download_is_resumed(self, emptied: ApiServer) -> None:
         id = _made(emptied)
         path = f"/v1/datasets/{id}/content"
         tag = emptied.client.get(path).headers["etag"]
@@ -70,7 +70,7 @@ class TestContent:
         behind = emptied.client.get(path, headers={"Range": f"bytes={len(CONTENT)}-"})
         assert (behind.status_code, behind.headers["content-type"]) == (416, "application/problem+json")
 
-    def test_is_404_where_there_is_no_dataset_or_no_file(self, api: ApiServer, engine: Engine) -> None:
+    def test_content_of_missing_dataset_or_file_is_404(self, api: ApiServer, engine: Engine) -> None:
         for id, code in ((new_id("ds"), "dataset_not_found"), (make_dataset(engine), "content_missing")):
             answer = api.client.get(f"/v1/datasets/{id}/content")
             assert (answer.status_code, answer.json()["code"]) == (404, code)
@@ -87,7 +87,9 @@ class TestDelete:
         eventually(lambda: not _files(emptied.settings), what="the file is gone")
 
     @pytest.mark.parametrize("column", ["dataset_id", "eval_dataset_id", "extra_eval_datasets"])
-    def test_is_refused_while_a_run_refers_to_it_also_one_that_has_ended(self, emptied: ApiServer, column: str) -> None:
+    def test_delete_is_refused_while_a_live_or_ended_run_refers_to_the_dataset(
+        self, emptied: ApiServer, column: str
+    ) -> None:
         id, other = _made(emptied), _made(emptied)
         config, named = {"eval_steps": 10} if column == "eval_dataset_id" else {}, {column: id}
         if column == "extra_eval_datasets":
@@ -100,7 +102,7 @@ class TestDelete:
             emptied.client.post(f"/v1/runs/{run}/stop")
         assert Storage(emptied.settings).dataset_file(id, "jsonl").is_file()
 
-    def test_and_a_run_that_is_made_meanwhile_never_both_succeed(self, emptied: ApiServer) -> None:
+    def test_delete_and_concurrent_creation_of_a_run_never_both_succeed(self, emptied: ApiServer) -> None:
         with ThreadPoolExecutor(2) as pool:
             for _ in range(8):
                 id = _made(emptied, lines({"text": "a"}))
@@ -109,7 +111,7 @@ class TestDelete:
                 deleted = pool.submit(emptied.client.delete, f"/v1/datasets/{id}")
                 assert (creation.result().status_code, deleted.result().status_code) in ((202, 409), (422, 204))
 
-    def test_needs_the_scope_to_write(self, emptied: ApiServer) -> None:
+    def test_delete_needs_write_scope(self, emptied: ApiServer) -> None:
         id = _made(emptied)
         with emptied.client_with(emptied.key_with(["read"])) as reader:
             assert reader.delete(f"/v1/datasets/{id}").status_code == 403
@@ -143,7 +145,7 @@ class TestIdempotencyKey:
         assert len(_files(emptied.settings)) == 1
         assert _made(emptied, key="k2", name="a") != first.json()["id"]
 
-    def test_is_refused_with_other_content_or_other_fields(self, emptied: ApiServer) -> None:
+    def test_idempotency_key_with_other_content_or_fields_is_refused(self, emptied: ApiServer) -> None:
         first = _made(emptied, key="k")
         for content, fields in ((CONTENT + CONTENT, {}), (CONTENT, {"format": "text"}), (CONTENT, {"name": "n"})):
             parts: dict[str, Any] = {"file": ("data.jsonl", content)}
@@ -152,7 +154,7 @@ class TestIdempotencyKey:
             assert first in answer.json()["detail"]
         assert len(_files(emptied.settings)) == 1
 
-    def test_is_not_used_up_by_an_upload_that_was_refused(self, emptied: ApiServer) -> None:
+    def test_idempotency_key_of_a_refused_upload_can_be_used_again(self, emptied: ApiServer) -> None:
         assert upload(emptied, b"bad\n", key="k").status_code == 422
         assert upload(emptied, CONTENT, key="k").status_code == 201
 
@@ -162,12 +164,12 @@ class TestIdempotencyKey:
             answer = other.post("/v1/datasets", files={"file": ("d", CONTENT)}, headers={"Idempotency-Key": "k"})
         assert answer.status_code == 201 and answer.json()["id"] != first
 
-    def test_goes_with_its_dataset(self, emptied: ApiServer) -> None:
+    def test_idempotency_key_is_deleted_with_its_dataset(self, emptied: ApiServer) -> None:
         first = _made(emptied, key="k")
         assert emptied.client.delete(f"/v1/datasets/{first}").status_code == 204
         assert _made(emptied, key="k") != first
 
-    def test_of_twins_that_race_makes_one_dataset(self, emptied: ApiServer) -> None:
+    def test_concurrent_uploads_with_one_idempotency_key_create_one_dataset(self, emptied: ApiServer) -> None:
         with ThreadPoolExecutor(4) as pool:
             for round in range(4):
                 answers = list(pool.map(lambda key: upload(emptied, CONTENT, key=key), [f"round {round}"] * 4))

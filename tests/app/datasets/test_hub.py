@@ -60,7 +60,7 @@ def test_the_files_of_a_split_become_one_dataset(shared_api: ApiServer, hub: Hub
 
 @pytest.mark.parametrize("path", ["train.jsonl", "train.json", "train.csv", "train/part-1.jsonl", "main/train.jsonl",
                                   "words_train.jsonl", "all.jsonl"])  # fmt: skip
-def test_other_kinds_and_places_of_files_are_found(shared_api: ApiServer, hub: Hub, path: str) -> None:
+def test_files_of_other_types_and_folders_are_imported(shared_api: ApiServer, hub: Hub, path: str) -> None:
     text = {"text": "a b"}
     content = {"json": json.dumps([text]).encode(), "csv": b"text\na b\n"}.get(path.rpartition(".")[2], lines(text))
     hub.serve({path: content, "training_notes.txt": b"x"})
@@ -218,7 +218,7 @@ def test_without_leave_of_the_operator_no_one_asks_the_hub(settings: Settings, h
     assert hub.asked == []
 
 
-def test_more_bytes_than_an_upload_may_have_are_413(settings: Settings, hub: Hub) -> None:
+def test_hub_files_larger_than_an_upload_are_413(settings: Settings, hub: Hub) -> None:
     hub.serve({"train.jsonl": lines({"text": "x" * 1000}) * 200})
     with ThreadServer(settings.model_copy(update={"max_upload_bytes": 100_000})) as api:
         answer = _import(api)

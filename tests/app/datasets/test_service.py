@@ -178,17 +178,17 @@ def test_an_empty_file_is_refused(shared_api: ApiServer, content: bytes) -> None
     _refused(shared_api, _upload(shared_api, content), 422, "empty_file")
 
 
-def test_other_encodings_are_refused_with_their_name(shared_api: ApiServer) -> None:
+def test_upload_in_another_encoding_is_refused_with_its_name(shared_api: ApiServer) -> None:
     _refused(shared_api, _upload(shared_api, '{"text": "a"}\n'.encode("utf-16")), 422, "byte_order_mark")
 
 
-def test_other_kinds_of_file_are_refused_with_the_kind_that_is_taken(shared_api: ApiServer) -> None:
+def test_upload_of_another_file_type_is_refused_with_the_accepted_ones(shared_api: ApiServer) -> None:
     for content in (b"text\nhello\n", b'[{"text": "a"}]', b"PAR1\x00\x01\x02", b'{\n  "text": "a"\n}\n'):
         _refused(shared_api, _upload(shared_api, content), 422, "bad_rows")
     _refused(shared_api, _upload(shared_api, b"text\nhello\n", "notes.txt"), 422, "unknown_file_format")
 
 
-def test_other_requests_are_answered_while_a_file_comes_in(api: ApiServer) -> None:
+def test_requests_are_answered_during_an_upload(api: ApiServer) -> None:
     slowest = 0.0
 
     def rows() -> Iterator[bytes]:
@@ -205,7 +205,7 @@ def test_other_requests_are_answered_while_a_file_comes_in(api: ApiServer) -> No
     assert slowest < 2
 
 
-def test_more_than_the_cap_is_413_with_and_without_a_length(settings: Settings) -> None:
+def test_upload_above_the_limit_is_413_with_and_without_content_length(settings: Settings) -> None:
     small = settings.model_copy(update={"max_upload_bytes": 100_000})
     with ThreadServer(small) as api:
         content = _lines({"text": "x" * 999}) * 200
@@ -285,7 +285,7 @@ def test_the_same_part_twice_and_another_format_are_422(shared_api: ApiServer) -
 
 
 @pytest.mark.parametrize("kind", ["application/octet-stream", "multipart/form-data", "text/plain", ""])
-def test_other_bodies_are_415(shared_api: ApiServer, kind: str) -> None:
+def test_upload_with_unsupported_media_type_is_415(shared_api: ApiServer, kind: str) -> None:
     answer = shared_api.client.post("/v1/datasets", content=_lines(TEXT), headers={"Content-Type": kind})
     assert (answer.status_code, answer.json()["code"]) == (415, "unsupported_media_type")
 

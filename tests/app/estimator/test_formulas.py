@@ -78,7 +78,7 @@ class TestStepsAndTokens:
         assert (step_plan.steps, step_plan.tokens) == (steps, tokens)
 
     @pytest.mark.parametrize("method", ["dpo", "reward"])
-    def test_of_a_pair_hold_its_prompt_twice(self, method: str) -> None:
+    def test_tokens_of_a_pair_count_its_prompt_twice(self, method: str) -> None:
         """Prompts of 1,000 tokens, answers of 100."""
         model, config = architecture.read_architecture(LLAMA), effective(method=method, epochs=1)
         now: Any = {"tokenizer": "any", "rows": 1000, "sequences": 2000, "mean": 1100.0, "max": 1100}
@@ -93,7 +93,7 @@ class TestStepsAndTokens:
         assert plan_steps(model, config, Data(1000, None)).attended == 2048
 
     @pytest.mark.parametrize(("fields", "steps"), [({}, None), ({"max_steps": 50}, 50)])
-    def test_of_a_data_source_are_not_guessed(self, fields: dict[str, Any], steps: int | None) -> None:
+    def test_steps_of_a_data_source_are_unknown(self, fields: dict[str, Any], steps: int | None) -> None:
         config = effective(extra={"data_source": {"type": "lake"}}, max_seq_length=512, **fields)
         model = architecture.read_architecture(LLAMA)
         step_plan = plan_steps(model, config, counted())
@@ -105,18 +105,18 @@ class TestOperations:
     def test_grow_with_the_mean_row_and_not_with_the_longest(self) -> None:
         assert operations(counted(largest=100)).training == operations(counted(largest=2000)).training
 
-    def test_of_packed_texts_are_those_of_each_by_itself(self) -> None:
+    def test_operations_of_packed_texts_equal_those_of_each_text(self) -> None:
         fields = {"packing": True, "max_steps": 10}
         short, long = (operations(counted(10_000, mean), **fields).training for mean in (100.0, 2000.0))
         stream = operations(counted(10_000), **fields, extra={"packing_strategy": "wrapped"}).training
         assert short < long < stream * 1.001 and stream == pytest.approx(long, rel=0.01)
 
-    def test_of_a_reference_in_every_step_are_those_of_a_forward_pass(self) -> None:
+    def test_operations_of_a_reference_model_are_those_of_a_forward_pass(self) -> None:
         one_pass, two = (operations(counted(), method="dpo", epochs=epochs) for epochs in (1, 2))
         forward = 2 * total_parameters(architecture.read_architecture(LLAMA)) * one_pass.tokens
         assert one_pass.training - two.training / 2 == pytest.approx(forward, rel=0.1)
 
-    def test_of_a_kl_term_are_those_of_further_forward_passes(self) -> None:
+    def test_operations_of_a_kl_term_are_those_of_further_forward_passes(self) -> None:
         fields: dict[str, Any] = {"method": "kto", "epochs": 1}
         without, with_kl = (
             operations(counted(), **fields, kto={"loss_type": loss}) for loss in ("apo_zero_unpaired", "kto")
@@ -135,7 +135,7 @@ class TestOperations:
             config = effective(method="dpo", epochs=epochs)
             assert len(uncounted_parts(config, plan_steps(model, config, counted()))) == said
 
-    def test_of_completions_are_those_of_a_forward_pass_for_each_token(self) -> None:
+    def test_operations_of_generation_are_a_forward_pass_for_each_token(self) -> None:
         free, held = (
             operations(counted(), method="rlhf", rlhf={"rewards": CHECKS, "beta": beta}, max_steps=10)
             for beta in (0.0, 0.1)
@@ -384,7 +384,7 @@ class TestAdvice:
         assert "`lora_r: 16` with `load_in_4bit: false`" in said[0]
         assert "`lora_r: 16` with `load_in_4bit: true`" in said[1]
 
-    def test_keeps_two_rows_in_a_micro_batch_of_a_method_that_compares_rows(self) -> None:
+    def test_advice_keeps_two_rows_for_a_method_that_compares_rows(self) -> None:
         model, config = architecture.read_architecture(LLAMA), effective(method="kto", batch_size=8)
         advice = memory_planner.MemoryAdvice(model, config, Precision.for_device(config, "cuda"), 2048, None)
         said = [advice.advise_within(gigabytes * GIB)[0] for gigabytes in range(4, 40)]
@@ -392,7 +392,7 @@ class TestAdvice:
         assert min(sizes) == 2
 
     @pytest.mark.parametrize("steps", [256, 30_000, 65_536])
-    def test_stays_within_what_a_field_may_be(self, steps: int) -> None:
+    def test_advice_stays_within_the_bounds_of_a_field(self, steps: int) -> None:
         model = architecture.read_architecture(LLAMA)
         config = effective(batch_size=4096, gradient_accumulation_steps=steps)
         advice = memory_planner.MemoryAdvice(model, config, Precision.for_device(config, "cuda"), 2048, None)
@@ -411,14 +411,14 @@ class TestAdvice:
 
 
 @pytest.mark.parametrize("memory_mb", [1, 24_000, 8 * 2**20, 2**31 - 1])
-def test_of_any_memory_the_largest_model_is_known(memory_mb: int) -> None:
+def test_largest_model_is_known_for_any_memory(memory_mb: int) -> None:
     assert (largest_model("cuda", memory_mb) > 0) == (memory_mb > 1)
 
 
 class TestTime:
     """Hundreds of names of modules once made an estimate of a deep model thirty times as slow as a plain one."""
 
-    def test_of_an_estimate_hardly_depends_on_the_number_of_module_names(self) -> None:
+    def test_time_of_an_estimate_hardly_depends_on_the_number_of_module_names(self) -> None:
         model = architecture.read_architecture(LLAMA | {"num_hidden_layers": 80})
         layers = [f"layers.{at}.mlp" for at in range(80)]
         targets = [f"{layer}.{name}" for layer in layers for name in ("up_proj", "gate_proj")][:100]
@@ -426,7 +426,7 @@ class TestTime:
         plain, named = (_seconds_of_advice(model, effective(**asked)) for asked in ({}, many))
         assert named < 8 * plain
 
-    def test_of_an_estimate_is_bounded_by_the_number_of_layers(self) -> None:
+    def test_time_of_an_estimate_is_bounded_by_the_number_of_layers(self) -> None:
         with pytest.raises(UnknownArchitecture, match="513 layers exceed the supported maximum"):
             architecture.read_architecture(LLAMA | {"num_hidden_layers": 513})
 
@@ -466,14 +466,14 @@ class TestAConfigJson:
             ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 attention heads"),
         ],
     )
-    def test_that_cannot_be_is_said_to_be_unknown(self, file: dict[str, Any], says: str) -> None:
+    def test_impossible_config_json_is_reported_unknown(self, file: dict[str, Any], says: str) -> None:
         with pytest.raises(UnknownArchitecture, match=says) as raised:
             architecture.read_architecture(file)
         assert "Error:" not in str(raised.value)
 
     @examples(300)
     @given(st.data())
-    def test_of_any_content_is_counted_or_said_to_be_unknown(self, data: st.DataObject) -> None:
+    def test_any_config_json_is_counted_or_reported_unknown(self, data: st.DataObject) -> None:
         family = data.draw(st.sampled_from(sorted(architecture.FAMILIES)))
         known = {**architecture.FAMILIES[family], **TINY}
         names = st.sampled_from(

@@ -55,7 +55,7 @@ def new_seconds(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
 
 
 class TestIds:
-    def test_do_not_follow_a_clock_that_is_wrong_for_seconds(
+    def test_ids_do_not_follow_a_clock_that_is_wrong_for_seconds(
         self, clocks: Clocks, new_seconds: Callable[[], float]
     ) -> None:
         for jump in (200 * DAYS, -200 * DAYS):
@@ -92,13 +92,13 @@ class TestIds:
 
 class TestClockWatch:
     @pytest.mark.parametrize("change", [120.0, 200 * DAYS, -3600.0])
-    def test_reports_by_how_much_a_clock_was_set_once(self, change: float) -> None:
+    def test_clock_change_is_reported_once_with_its_seconds(self, change: float) -> None:
         watch, wall = ClockWatch(tolerance_seconds=1), time.time()
         assert watch.observe(datetime.fromtimestamp(wall, UTC), 10.0, 10.1) == 0
         assert watch.observe(datetime.fromtimestamp(wall + 5 + change, UTC), 15.0, 15.2) == pytest.approx(change, abs=1)
         assert watch.observe(datetime.fromtimestamp(wall + 9 + change, UTC), 19.0, 19.0) == 0
 
-    def test_takes_a_late_answer_for_no_change(self) -> None:
+    def test_late_answer_is_not_reported_as_a_clock_change(self) -> None:
         watch, wall = ClockWatch(tolerance_seconds=1), time.time()
         watch.observe(datetime.fromtimestamp(wall, UTC), 10.0, 40.0)
         assert watch.observe(datetime.fromtimestamp(wall + 2, UTC), 41.0, 41.0) == 0

@@ -77,7 +77,7 @@ def test_connections_that_the_server_has_closed_are_replaced_before_they_are_use
     engine.dispose()
 
 
-async def test_also_those_of_the_api(settings: Settings) -> None:
+async def test_api_connections_ended_by_the_server_are_replaced(settings: Settings) -> None:
     engine = async_engine(settings.database_url or "", pool_size=2)
     async with engine.connect() as first, engine.connect() as second:
         before = {await first.scalar(_PID), await second.scalar(_PID)}

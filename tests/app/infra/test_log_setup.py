@@ -151,7 +151,7 @@ def _logged(chosen: str) -> str:
 
 
 @pytest.mark.parametrize("chosen", ["json", ""])
-def test_where_no_one_looks_on_logs_are_json_with_one_record_a_line(chosen: str) -> None:
+def test_logs_outside_a_terminal_are_json_lines(chosen: str) -> None:
     first, second = (json.loads(line) for line in _logged(chosen).splitlines())
     assert (first["event"], first["run_id"], first["level"]) == ("one value", "run_1", "warning")
     assert second["event"] == "two\nlines"
@@ -160,7 +160,7 @@ def test_where_no_one_looks_on_logs_are_json_with_one_record_a_line(chosen: str)
     assert "anneal_[redacted]" in second["exception"]
 
 
-def test_on_the_console_a_traceback_follows_its_line_and_secrets_are_gone() -> None:
+def test_console_log_has_traceback_after_its_line_without_secrets() -> None:
     said = _logged("console")
     assert "ERROR some.library: two\nlines\nTraceback" in said
     assert "s3cret" not in said and "k" * 43 not in said

@@ -20,7 +20,7 @@ from app.infra.redaction import redact_secrets
         ("http://ray-head:8265/a responds to a@b", "http://ray-head:8265/a responds to a@b"),
     ],
 )
-def test_it_replaces_credentials_only(text: str, shown: str) -> None:
+def test_redaction_replaces_credentials_only(text: str, shown: str) -> None:
     assert redact_secrets(text) == shown
 
 

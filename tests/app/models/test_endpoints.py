@@ -35,7 +35,7 @@ def names(settings: Settings) -> list[str]:
     return [model.id for model in list_models(settings, Storage(settings))]
 
 
-def test_are_listed_with_what_their_files_say(api: ApiServer, anneal: Any) -> None:
+def test_models_are_listed_with_facts_from_their_files(api: ApiServer, anneal: Any) -> None:
     assert "ANNEAL_MODELS_ROOT" in anneal("models", "list").stderr
     folder = make_model(api.settings, "Qwen/Qwen3-0.6B")
     (folder / "config.json").write_text(json.dumps(QWEN))

@@ -52,7 +52,7 @@ def value(samples: Samples, name: str, **labels: str) -> float | None:
 
 
 class TestTheState:
-    def test_is_counted_by_status_and_age(self, settings: Settings, engine: Engine) -> None:
+    def test_runs_are_counted_by_status_and_age(self, settings: Settings, engine: Engine) -> None:
         """Live runs, waiting ones, ended ones of today, their attempts, workers and devices."""
         with ThreadServer(settings) as api:
             data = make_dataset(engine)
@@ -87,7 +87,7 @@ class TestTheState:
         assert value(metrics, "anneal_devices", kind="cpu", state="free") == 2
         assert [name for name, _ in metrics if name == "anneal_build_info"]
 
-    async def test_of_a_run_that_began_long_ago_the_losses_still_count_and_its_creation_does_not(
+    async def test_ended_attempts_of_an_old_run_count_and_its_creation_does_not(
         self, settings: Settings, engine: Engine
     ) -> None:
         run_id = add_run(engine, id=id_at("run", datetime.now(UTC) - timedelta(days=9))).id
@@ -102,9 +102,7 @@ class TestTheState:
             connection.execute(text("UPDATE run_attempts SET ended_at = now() - interval '2 days'"))
         assert (await self._taken(settings)).ended == {}
 
-    async def test_of_many_live_runs_only_so_many_have_figures_of_their_own(
-        self, settings: Settings, engine: Engine
-    ) -> None:
+    async def test_number_of_live_runs_with_own_figures_is_limited(self, settings: Settings, engine: Engine) -> None:
         with engine.begin() as connection:
             parents = add_run(engine)
             connection.execute(
@@ -133,7 +131,7 @@ class TestTheState:
         assert taken is not None
         return taken
 
-    async def test_is_asked_for_once_however_many_scrape(self, settings: Settings, engine: Engine) -> None:
+    async def test_concurrent_scrapes_share_one_query(self, settings: Settings, engine: Engine) -> None:
         reading = async_engine(settings.database_url or "")
         snapshots = Snapshots(reading, settings)
         try:
@@ -196,7 +194,7 @@ class TestWithoutADatabase:
 
 
 class TestRequests:
-    def test_are_counted_by_the_path_of_their_route_never_by_what_was_asked_for(self, api: ApiServer) -> None:
+    def test_requests_are_counted_by_route_template_not_by_path(self, api: ApiServer) -> None:
         api.client.get(f"/v1/runs/{new_id('run')}")
         api.client.get(f"/v1/runs/{new_id('run')}")
         api.client.get(f"/v1/runs/{new_id('run')}/artifacts/runs/{new_id('run')}/artifacts/x")

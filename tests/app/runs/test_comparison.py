@@ -19,7 +19,7 @@ def api(emptied_api: ApiServer) -> ApiServer:
     return emptied_api
 
 
-def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: ApiServer, engine: Engine) -> None:
+def test_comparison_has_differing_fields_and_results_of_each_run(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
     small = Trainer(engine, make_run(api.client, dataset, config={"lora_r": 8}, name="small")["id"]).begin()
     small.metric(1, loss=3.0)
@@ -40,7 +40,7 @@ def test_reports_where_configurations_differ_and_what_each_run_has_reached(api: 
     assert ended["metrics"]["eval.loss"]["last"] == 2.5
 
 
-def test_reports_which_resources_differ(api: ApiServer, engine: Engine) -> None:
+def test_comparison_has_differing_resources(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
     first, second = (make_run(api.client, dataset)["id"] for _ in range(2))
     old_resources = {"devices": 2, "sharding": "full"}  # of a version without the other fields
@@ -53,7 +53,7 @@ def test_reports_which_resources_differ(api: ApiServer, engine: Engine) -> None:
     assert (comparison["common"]["resources.hosts"], comparison["common"]["resources.labels"]) == (1, [])
 
 
-def test_has_the_values_in_effect_and_those_that_actions_changed(api: ApiServer, engine: Engine) -> None:
+def test_comparison_has_effective_values_and_those_changed_by_actions(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
     first, second = (make_run(api.client, dataset)["id"] for _ in range(2))
     ids = {"ids": f"{first},{second}"}
@@ -68,7 +68,7 @@ def test_has_the_values_in_effect_and_those_that_actions_changed(api: ApiServer,
     assert comparison["differences"] == {"config.dtype": {first: "bfloat16", second: "float32"}}
 
 
-def test_says_where_losses_cannot_be_compared(api: ApiServer, engine: Engine) -> None:
+def test_comparison_warns_where_losses_are_incomparable(api: ApiServer, engine: Engine) -> None:
     chats, pairs = make_dataset(engine), make_dataset(engine, "preference", ("prompt", "chosen", "rejected"))
     qlora, lora = (make_run(api.client, chats, config={"method": method})["id"] for method in ("qlora", "lora"))
     dpo = make_run(api.client, pairs, config={"method": "dpo"})["id"]

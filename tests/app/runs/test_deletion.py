@@ -92,7 +92,7 @@ class TestDeleteRun:
         assert left_of(engine, other) == before
         assert shared_api.client.delete(f"/v1/runs/{run_id}").status_code == 404
 
-    def test_one_that_has_not_ended_stays(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_run_that_has_not_ended_is_not_deleted(self, shared_api: ApiServer, engine: Engine) -> None:
         run = make_run(shared_api.client, make_dataset(engine))
         refused = shared_api.client.delete(f"/v1/runs/{run['id']}")
         assert (refused.status_code, refused.json()["code"]) == (409, "run_is_live")
@@ -100,12 +100,12 @@ class TestDeleteRun:
         shared_api.client.post(f"/v1/runs/{run['id']}/stop")
         assert shared_api.client.delete(f"/v1/runs/{run['id']}").status_code == 204
 
-    def test_one_that_is_pinned_stays(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_pinned_run_is_not_deleted(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
         mark_run(engine, run_id, pinned=True)
         assert shared_api.client.delete(f"/v1/runs/{run_id}").json()["code"] == "run_is_pinned"
 
-    def test_one_with_a_pinned_checkpoint_stays_until_it_is_unpinned(
+    def test_run_with_pinned_checkpoint_is_not_deleted_until_unpinned(
         self, shared_api: ApiServer, engine: Engine
     ) -> None:
         experiment = make_experiment(engine)
@@ -123,7 +123,7 @@ class TestDeleteRun:
         assert shared_api.client.patch(checkpoint, json={"pinned": False}).status_code == 200
         assert shared_api.client.delete(run).status_code == 204
 
-    def test_one_that_others_build_on_stays_until_they_are_gone(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_run_that_others_build_on_is_not_deleted_before_them(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
         resumed = shared_api.client.post(f"/v1/runs/{run_id}/resume", json={"from": "start"}).json()["id"]
         built = make_run(shared_api.client, make_dataset(engine))["id"]
@@ -140,7 +140,7 @@ class TestDeleteRun:
 
 
 class TestDeleteExperiment:
-    def test_its_runs_go_with_it(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_runs_are_deleted_with_their_experiment(self, shared_api: ApiServer, engine: Engine) -> None:
         experiment = make_experiment(engine)
         run_id = trained(shared_api, engine, experiment_id=experiment)
         # A run, its reward model and the one that resumed it go together, whichever of them is older.
@@ -189,7 +189,7 @@ class TestAtOnce:
         ]  # fmt: skip
         self.all_not_found(shared_api, engine, f"DELETE FROM runs WHERE id = '{run_id}'", calls)
 
-    def test_nor_is_an_experiment(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_experiment_with_pinned_checkpoint_is_not_deleted(self, shared_api: ApiServer, engine: Engine) -> None:
         id = make_experiment(engine)
         path = f"/v1/experiments/{id}"
         calls: list[tuple[str, str, dict[str, object]]] = [("PATCH", path, {"name": "x"}), ("DELETE", path, {})]

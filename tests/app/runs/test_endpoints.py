@@ -88,7 +88,7 @@ class TestCreate:
         assert run["metrics_history"] == [] and run["checkpoint_path"] is None and run["fine_tuned_model"] is None
         assert run["created_at"].endswith("Z") and len(run["created_at"]) == len("2026-01-02T03:04:05.678Z")
 
-    def test_keeps_every_field_of_the_configuration_and_which_were_given(
+    def test_created_run_keeps_its_configuration_and_which_fields_the_user_set(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         run = make_run(api.client, dataset, config={"base_model": "any", "lora_r": 8, "extra": {"steps": 5}})
@@ -133,7 +133,7 @@ class TestCreate:
 
 
 class TestResources:
-    def test_are_stored_and_shown_with_what_a_device_must_have(
+    def test_resources_are_stored_and_shown_with_device_requirements(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         resources = {"kind": "cuda", "gpu": None, "memory_mb": 24_000, "labels": ["site-b", "gpu=h100"]}
@@ -173,7 +173,7 @@ class TestResources:
         cpu = add_worker(engine, backends=["celery"], memory_mb=[10**6])
         assert claim(engine, cpu) is None, "no 8B model on a CPU beside a GPU"
 
-    def test_of_an_absurd_model_do_not_keep_others_from_a_device(
+    def test_resources_of_an_absurd_model_block_no_other_run(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         (make_model(api.settings, "absurd") / "config.json").write_text(json.dumps(QWEN3_8B | {"hidden_size": 10**12}))
@@ -207,7 +207,7 @@ class TestResources:
             (7, "resources", None),
         ],
     )
-    def test_that_cannot_be_are_refused(
+    def test_impossible_resources_are_refused(
         self, api: ApiServer, dataset: str, resources: Any, field: str, code: str | None
     ) -> None:
         body = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any"}, "resources": resources}
@@ -372,7 +372,7 @@ class TestRead:
             assert answer.status_code == 404
         assert api.client.get(f"/v1/runs/{new_id('run')}").json()["code"] == "run_not_found"
 
-    def test_shows_progress_history_and_where_checkpoint_and_output_lie(
+    def test_run_shows_progress_history_and_paths_of_checkpoint_and_output(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         run = make_run(api.client, dataset)
@@ -393,7 +393,7 @@ class TestRead:
         assert read["fine_tuned_model"] == str(storage.output_dir(run["id"], 1))
         assert read["started_at"] and read["finished_at"]
 
-    def test_shows_the_run_facts_that_its_trainer_reported_last(
+    def test_run_shows_the_facts_that_its_trainer_reported_last(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         run = make_run(api.client, dataset)
@@ -413,13 +413,13 @@ class TestRead:
         trainer.begin().complete()
         assert facts() == {**FACTS, "attention": "sdpa"}
 
-    def test_shows_at_most_the_last_hundred_points(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_run_shows_at_most_the_last_hundred_points(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)
         Trainer(engine, run["id"]).begin().events("metric", *({"step": step, "loss": 1.0} for step in range(1, 251)))
         history = api.client.get(f"/v1/runs/{run['id']}").json()["metrics_history"]
         assert [point["step"] for point in history] == list(range(151, 251))
 
-    def test_reports_why_a_run_failed(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_failed_run_shows_its_error(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)
         Trainer(engine, run["id"]).fail("out_of_memory", "too big")
         read = api.client.get(f"/v1/runs/{run['id']}").json()
@@ -465,7 +465,7 @@ class TestList:
 
 
 class TestStop:
-    def test_ends_a_waiting_run_at_once(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_stop_ends_a_waiting_run_at_once(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)
         answer = api.client.post(f"/v1/runs/{run['id']}/stop", json={"save_checkpoint": False})
         assert (answer.status_code, answer.json()["status"]) == (202, "cancelled")
@@ -482,9 +482,7 @@ class TestStop:
         assert answer.json()["stop_requested_at"]
         assert run_row(engine, run["id"]).stop_mode == "discard"
 
-    def test_is_idempotent_also_on_a_run_that_a_stop_has_ended(
-        self, api: ApiServer, engine: Engine, dataset: str
-    ) -> None:
+    def test_stop_is_idempotent_also_on_a_stopped_run(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)
         trainer = Trainer(engine, run["id"]).begin()
         first, second = (api.client.post(f"/v1/runs/{run['id']}/stop") for _ in range(2))

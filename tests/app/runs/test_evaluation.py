@@ -75,7 +75,7 @@ def waits_for_a_lock(engine: Engine) -> bool:
 class TestDeletionMeanwhile:
     """An evaluation is validated without a lock on the run, which it takes again before it is created."""
 
-    def test_of_the_run_is_said(
+    def test_evaluation_of_a_run_deleted_meanwhile_is_refused_with_the_reason(
         self, api: ApiServer, engine: Engine, dataset: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run_id, checkpoint = trained(api, engine, dataset)
@@ -155,7 +155,7 @@ class TestRequest:
         run = evaluation_of(api, saved, dataset)
         assert (run["base_run_id"], run["parent_run_id"], run["resume_checkpoint_id"]) == (None, run_id, saved)
 
-    def test_it_and_a_deletion_of_its_run_wait_for_each_other(
+    def test_evaluation_and_deletion_of_its_run_wait_for_each_other(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         run_id, saved = trained(api, engine, dataset)
@@ -377,7 +377,7 @@ class TestLossOfTheData:
             "config.dpo.beta": "not_changeable"
         }
 
-    def test_of_text_is_none_of_a_reward_model(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_text_data_is_refused_for_a_reward_model(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         pairs = make_dataset(engine, "preference", ["chosen"])
         run_id, _ = trained(api, engine, pairs, method="reward", output="merged", sample_steps=None, sample_prompts=[])
         assert refused(evaluate(api, run_id, dataset)) == {"model": "reward_model_needs_pairs"}
@@ -385,7 +385,9 @@ class TestLossOfTheData:
 
 
 class TestResult:
-    def test_is_on_the_run_and_no_run_to_compare_with(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_evaluation_result_is_on_its_run_and_is_not_ranked(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
         run_id, _ = trained(api, engine, dataset)
         evaluated = evaluation_of(api, run_id, dataset)["id"]
         trainer = Trainer(engine, evaluated).begin()

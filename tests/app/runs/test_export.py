@@ -42,7 +42,7 @@ def export(api: ApiServer, run_id: str, checkpoint_id: str, **body: Any) -> http
 
 class TestExport:
     @pytest.mark.parametrize("end", ["complete", "fail", "cancel_on_request"])
-    def test_is_a_run_of_its_own_however_the_run_ended(self, api: ApiServer, engine: Engine, end: str) -> None:
+    def test_export_is_a_new_run_however_the_source_ended(self, api: ApiServer, engine: Engine, end: str) -> None:
         trainer = trained(api, engine)
         saved = trainer.checkpoint(40)
         getattr(trainer, end)()
@@ -65,7 +65,7 @@ class TestExport:
         run_ids = {api.client.post(path, headers={"Idempotency-Key": "one"}).json()["id"] for _ in range(2)}
         assert len(run_ids) == 1
 
-    def test_is_refused_with_the_reason(self, api: ApiServer, engine: Engine) -> None:
+    def test_export_is_refused_with_the_reason(self, api: ApiServer, engine: Engine) -> None:
         trainer = trained(api, engine)
         saved, bad = trainer.checkpoint(40), trainer.checkpoint(50)
         mark_checkpoint(engine, bad, bad_reason="weights have another hash")
@@ -96,9 +96,7 @@ class TestExport:
         fake.fail()
         assert refusal(export(api, fake.run_id, saved))[2] == "checkpoint_id"
 
-    def test_needs_no_optimizer_so_that_of_another_version_does_not_matter(
-        self, api: ApiServer, engine: Engine
-    ) -> None:
+    def test_export_ignores_an_unknown_optimizer_of_another_version(self, api: ApiServer, engine: Engine) -> None:
         trainer = trained(api, engine, method="full")
         saved = trainer.checkpoint(40)
         trainer.fail()
@@ -136,7 +134,7 @@ class TestExport:
 
 
 class TestDownload:
-    def test_is_an_archive_of_the_files_without_links(self, api: ApiServer, engine: Engine) -> None:
+    def test_checkpoint_download_is_an_archive_without_links(self, api: ApiServer, engine: Engine) -> None:
         trainer = trained(api, engine)
         saved, missing = trainer.checkpoint(40), trainer.checkpoint(50)
         folder = Storage(api.settings).named_checkpoint(trainer.run_id, 1, "checkpoint-40")

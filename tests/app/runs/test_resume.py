@@ -63,7 +63,7 @@ def stopped(api: ApiServer, engine: Engine, dataset: str, *steps: int, **body: A
 class TestDeletionMeanwhile:
     """A resume computes without a lock on the run, which it takes again before it creates the child."""
 
-    def test_of_the_run_is_said(
+    def test_resume_of_a_run_deleted_meanwhile_is_refused_with_the_reason(
         self, api: ApiServer, engine: Engine, dataset: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         parent, _ = stopped(api, engine, dataset, 20)
@@ -78,7 +78,9 @@ class TestDeletionMeanwhile:
 
 
 class TestChild:
-    def test_is_a_new_run_that_names_parent_and_checkpoint(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_resumed_run_is_a_new_run_with_parent_and_checkpoint(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
         parent, (_, newest) = stopped(api, engine, dataset, 20, 40, name="mine", tags=["t"], priority=3)
         answer = resume(api, parent)
         child = answer.json()
@@ -93,7 +95,7 @@ class TestChild:
             child["id"]
         ]
 
-    def test_keeps_the_loss_of_a_run_that_an_older_version_created(self, api: ApiServer, engine: Engine) -> None:
+    def test_resumed_run_keeps_the_loss_of_an_older_version(self, api: ApiServer, engine: Engine) -> None:
         parent, _ = stopped(api, engine, make_dataset(engine, "prompt_completion"), 20)
         stored = {**run_row(engine, parent).config, "loss_on": "all"}  # the default of that version
         with engine.begin() as connection:
@@ -102,11 +104,11 @@ class TestChild:
         assert child["config"]["loss_on"] == "all"
         assert "loss_on" not in run_row(engine, child["id"]).user_set_fields
 
-    def test_needs_no_body(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_resume_needs_no_body(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         parent, _ = stopped(api, engine, dataset, 20)
         assert api.client.post(f"/v1/runs/{parent}/resume").status_code == 202
 
-    def test_takes_the_checkpoint_that_is_named(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_resume_uses_the_requested_checkpoint(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         parent, (first, _) = stopped(api, engine, dataset, 20, 40)
         child = child_of(api, parent, checkpoint_id=first)
         assert (child["resume_checkpoint_id"], child["current_step"]) == (first, 20)
@@ -153,7 +155,7 @@ class TestChild:
         assert refused(answer) == (422, "nothing_left_to_train")
         assert "at epoch 0.5 is at or after the last epoch, 0.4" in answer.json()["detail"]
 
-    def test_of_a_run_that_has_saved_nothing_goes_on_from_what_that_run_started_from(
+    def test_resume_of_a_run_without_checkpoints_uses_its_starting_checkpoint(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         first, (old, start, newer) = stopped(api, engine, dataset, 20, 40, 60)
@@ -168,7 +170,7 @@ class TestChild:
         Trainer(engine, fourth["id"]).fail()
         assert child_of(api, fourth["id"], checkpoint_id=old)["current_step"] == 20
 
-    def test_may_start_over(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_resume_from_start_uses_no_checkpoint(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         parent, _ = stopped(api, engine, dataset, 20)
         child = child_of(api, parent, **{"from": "start"})
         assert (child["resume_checkpoint_id"], child["current_step"], child["parent_run_id"]) == (None, 0, parent)
@@ -191,9 +193,7 @@ class TestRefusals:
         assert '{"from": "start"}' in answer.json()["detail"]
         assert child_of(api, parent, **{"from": "start"})["current_step"] == 0
 
-    def test_of_a_completed_run_there_must_be_something_left(
-        self, api: ApiServer, engine: Engine, dataset: str
-    ) -> None:
+    def test_resume_of_a_completed_run_needs_steps_left(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run_id = make_run(api.client, dataset)["id"]
         trainer = Trainer(engine, run_id).begin(total=100)
         middle = trainer.checkpoint(50)
@@ -244,7 +244,7 @@ class TestRefusals:
             ("config.eval_steps", "needs_eval_data"),
         }
 
-    def test_on_other_devices_a_step_keeps_its_completions_and_groups_stay_whole(
+    def test_resume_on_other_devices_keeps_completions_and_whole_groups(
         self, api: ApiServer, engine: Engine, settings: Settings
     ) -> None:
         make_model(settings)

@@ -133,7 +133,7 @@ class TestEvents:
                 assert (loss["min"], loss["max"], loss["steps"][0], loss["steps"][-1]) == (0.0, 6.0, 0, 49)
         assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
-    def test_other_runs_store_events_while_those_of_a_month_are_updated(
+    def test_events_of_other_runs_are_stored_while_a_month_is_pruned(
         self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(retention, "_LOCK_TIMEOUT", "30s")
@@ -226,14 +226,14 @@ class TestReaders:
         await engine.dispose()
 
     @pytest.mark.parametrize("had_ended", [True, False])
-    async def test_hears_that_they_are_gone_and_the_end(
+    async def test_reader_is_told_of_pruned_events_and_the_end(
         self, made: Made, settings: Settings, streams: Streams, had_ended: bool
     ) -> None:
         rest, last = await self.rest(made, settings, streams, had_ended, Policy(events_days=30))
         assert [(frame.seq, frame.type) for frame in rest] == [(last - 1, "truncated"), (last, "end")]
 
     @pytest.mark.parametrize("had_ended", [True, False])
-    async def test_is_not_kept_by_a_run_that_is_deleted(
+    async def test_reader_ends_when_its_run_is_deleted(
         self, made: Made, settings: Settings, streams: Streams, had_ended: bool
     ) -> None:
         rest, _ = await self.rest(made, settings, streams, had_ended, Policy(runs_days=30))
@@ -294,7 +294,7 @@ class TestCheckpoints:
         assert len(reported) == 1 and odd.run_id in reported[0]
 
     @pytest.mark.parametrize("error", [OSError("not ours"), RecursionError("a bug of ours")])
-    def test_one_whose_files_stay_keeps_neither_others_nor_events_from_going(
+    def test_undeletable_checkpoint_files_block_no_other_deletion(
         self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
         odd, usual = made.run(JANUARY), made.run(FEBRUARY)
@@ -371,7 +371,7 @@ class TestRuns:
 
 
 class TestCommand:
-    def test_says_what_would_go_and_what_went(
+    def test_prune_command_prints_what_it_would_delete_and_deleted(
         self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         made.run(JANUARY)

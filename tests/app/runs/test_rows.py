@@ -45,7 +45,7 @@ def losses(trainer: Trainer, *values: float | None, first: int = 1) -> None:
 
 
 class TestRows:
-    def test_have_what_a_table_shows_and_nothing_that_is_not_known(
+    def test_rows_have_the_table_fields_and_omit_unknown_values(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         experiment = make_experiment(engine)
@@ -65,7 +65,7 @@ class TestRows:
         assert row["losses"] == [3.0, 2.0, None, 1.23] and row["tokens_per_second"] == 1004
         assert row["started_at"] <= row["finished_at"] and "starts_at" not in row
 
-    def test_of_reinforcement_learning_have_rewards_in_place_of_losses(
+    def test_rows_of_reinforcement_learning_have_rewards_instead_of_losses(
         self, emptied_api: ApiServer, engine: Engine
     ) -> None:
         prompts = make_dataset(engine, "prompt", ("prompt",))
@@ -79,16 +79,14 @@ class TestRows:
             assert "losses" not in row and (row["rewards"][0], row["rewards"][-1]) == (1.0, float(points))
             trainer.complete()
 
-    def test_of_losses_are_those_of_the_newest_pass(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_rows_have_losses_of_the_newest_pass(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin(total=100)
         losses(trainer, *(float(step) for step in range(1, 21)))
         losses(trainer, 100.0, 200.0, first=11)  # it went back to the checkpoint of step 10
         (row,) = rows(emptied_api)
         assert row["losses"] == [*(float(step) for step in range(1, 11)), 100.0, 200.0]
 
-    def test_of_numbers_next_to_the_limits_are_listed(
-        self, emptied_api: ApiServer, engine: Engine, dataset: str
-    ) -> None:
+    def test_rows_with_extreme_numbers_are_listed(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin()
         extremes = (sys.float_info.max, -sys.float_info.max, 5e-324)
         losses(trainer, *extremes)
@@ -100,7 +98,7 @@ class TestRows:
             assert tuple(row["losses"]) == extremes
             assert (row.get("best_loss"), row.get("best_eval")) == ((0, 0) if best == 5e-324 else (None, None))
 
-    def test_of_long_curves_have_at_most_32_points_from_the_first_to_the_last(
+    def test_rows_have_at_most_32_points_of_a_long_curve(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin(total=2000)
@@ -110,7 +108,7 @@ class TestRows:
         assert 16 <= len(row["losses"]) <= 32 and row["losses"] == sorted(row["losses"], reverse=True)
         assert (row["losses"][0], row["losses"][-1]) == (1000.0, 1.0)
 
-    def test_of_fifty_runs_are_small(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_rows_of_fifty_runs_are_small(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
         for number in range(50):
             run = make_run(emptied_api.client, dataset, name=f"docstrings of the standard library, {number:4d}")
             trainer = Trainer(engine, run["id"]).begin(total=1000)
@@ -123,7 +121,7 @@ class TestRows:
         assert len(answer.json()["data"]) == 50 and all(len(row["losses"]) == 32 for row in answer.json()["data"])
         assert sent <= MOST_BYTES_OF_50 and len(answer.content) <= 1.45 * MOST_BYTES_OF_50, (sent, len(answer.content))
 
-    def test_are_filtered_sorted_and_paged_as_the_list_is(
+    def test_rows_are_filtered_sorted_and_paged_like_the_list(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         for loss in (2.0, 1.0, 3.0):
@@ -141,7 +139,7 @@ class TestRows:
             assert [row["id"] for row in rows(emptied_api, **query)] == [run["id"] for run in listed], query
         assert [row.get("best_loss") for row in rows(emptied_api, sort="best")] == [1.0, 2.0, 3.0, None]
 
-    def test_are_counted_by_status_with_the_same_filters(
+    def test_rows_are_counted_by_status_with_the_same_filters(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         experiment = make_experiment(engine)
@@ -167,7 +165,7 @@ class TestRows:
 
 
 class TestCurves:
-    def test_of_several_runs_come_in_the_requested_order_with_epochs_and_times(
+    def test_curves_come_in_the_requested_order_with_epochs_and_times(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainers = []
@@ -187,7 +185,9 @@ class TestCurves:
     @pytest.mark.parametrize(
         ("ids", "status"), [("", 422), ("run_x", 404), (",".join(f"r{n}" for n in range(21)), 422)]
     )
-    def test_of_no_too_many_or_unknown_runs_are_refused(self, shared_api: ApiServer, ids: str, status: int) -> None:
+    def test_curves_of_no_too_many_or_unknown_runs_are_refused(
+        self, shared_api: ApiServer, ids: str, status: int
+    ) -> None:
         assert shared_api.client.get("/v1/runs/curves", params={"ids": ids}).status_code == status
 
     def test_say_from_where_a_stream_continues_them(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
@@ -215,7 +215,7 @@ class TestHistory:
         assert (only["attempt"], only["outcome"], only["worker"], only["start_step"]) == (1, "retried", "test", 0)
         assert only["started_at"] <= only["ended_at"]
 
-    def test_has_events_in_order_without_lines_and_metrics_and_is_paged_backward(
+    def test_history_has_events_in_order_without_logs_and_metrics_in_backward_pages(
         self, emptied_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin()
@@ -239,7 +239,7 @@ class TestHistory:
                 break
         assert pages == whole["data"]
 
-    def test_has_only_the_types_that_are_asked_for(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_history_has_only_the_requested_types(self, emptied_api: ApiServer, engine: Engine, dataset: str) -> None:
         trainer = Trainer(engine, make_run(emptied_api.client, dataset)["id"]).begin()
         trainer.events("sample", {"step": 2, "prompt": "2+2=", "completion": "4"})
         trainer.complete()
@@ -251,7 +251,7 @@ class TestHistory:
             assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "types"), wrong
 
     @pytest.mark.parametrize("call", ["attempts", "history", "logs/lines", "logs/search?q=x"])
-    def test_of_an_unknown_run_is_404(self, shared_api: ApiServer, call: str) -> None:
+    def test_history_of_an_unknown_run_is_404(self, shared_api: ApiServer, call: str) -> None:
         assert shared_api.client.get(f"/v1/runs/{new_id('run')}/{call}").json()["code"] == "run_not_found"
 
 

@@ -44,7 +44,7 @@ class TestModes:
         ],
         ids=str,
     )
-    def test_are_reported_in_either_way(
+    def test_stop_mode_is_reported_for_either_request_form(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer, body: dict[str, Any], mode: str
     ) -> None:
         shown = stop(shared_api, trainer.run_id, **body)
@@ -72,7 +72,7 @@ class TestModes:
         assert answer.status_code == 422 and "deadline_seconds" in answer.text
 
     @pytest.mark.parametrize("mode", ["checkpoint", "epoch_end", "best", "discard"])
-    def test_that_contradict_save_checkpoint_are_refused(
+    def test_stop_mode_that_contradicts_save_checkpoint_is_refused(
         self, shared_api: ApiServer, trainer: Trainer, mode: str
     ) -> None:
         body = {"mode": mode, "save_checkpoint": mode == "discard"}
@@ -90,7 +90,7 @@ class TestModes:
             ("discard", "epoch_end", "discard"),
         ],
     )
-    def test_of_two_the_one_that_ends_at_once_and_saves_less_is_in_force(
+    def test_stop_mode_in_effect_of_two_is_the_one_that_ends_sooner_and_saves_less(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer, first: str, then: str, in_force: str
     ) -> None:
         stop(shared_api, trainer.run_id, mode=first)
@@ -120,7 +120,7 @@ class TestAtTheEndOfTheEpoch:
         waiting = make_run(shared_api.client, make_dataset(engine))["id"]
         assert stop(shared_api, waiting, mode="epoch_end")["status"] == "cancelled"
 
-    def test_one_that_waits_for_its_next_attempt_goes_on_until_a_stop_ends_it(
+    def test_epoch_end_stop_leaves_a_requeued_run_pending_and_a_plain_stop_cancels_it(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         with engine.begin() as connection:
@@ -129,7 +129,9 @@ class TestAtTheEndOfTheEpoch:
         assert stop(shared_api, trainer.run_id, mode="epoch_end")["status"] == "pending"
         assert stop(shared_api, trainer.run_id)["status"] == "cancelled"
 
-    def test_it_may_finish_before(self, shared_api: ApiServer, engine: Engine, trainer: Trainer) -> None:
+    def test_run_with_epoch_end_stop_may_complete_before_it(
+        self, shared_api: ApiServer, engine: Engine, trainer: Trainer
+    ) -> None:
         stop(shared_api, trainer.run_id, mode="epoch_end")
         trainer.complete()
         assert run_row(engine, trainer.run_id).status == "completed"
@@ -140,7 +142,7 @@ class TestAtTheEndOfTheEpoch:
 
 
 class TestWithTheBestCheckpoint:
-    def test_it_is_the_one_to_resume_from_and_shown_everywhere(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_best_checkpoint_is_shown_and_used_for_resume(self, shared_api: ApiServer, trainer: Trainer) -> None:
         best = trainer.checkpoint(10, metrics={"eval_loss": 1.0})
         trainer.checkpoint(20, metrics={"eval_loss": 2.0})
         last = trainer.checkpoint(30)
@@ -168,7 +170,9 @@ class TestWithTheBestCheckpoint:
         )
         assert run_row(engine, trainer.run_id).stop_mode != "discard"
 
-    def test_of_a_run_that_has_nothing_to_save_none_is_looked_for(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_best_checkpoint_is_ignored_for_a_run_without_checkpoints(
+        self, shared_api: ApiServer, engine: Engine
+    ) -> None:
         dataset = make_dataset(engine)
         waiting = make_run(shared_api.client, dataset)["id"]
         assert stop(shared_api, waiting, mode="best")["stop"]["message"] == "The run is cancelled."
@@ -178,7 +182,7 @@ class TestWithTheBestCheckpoint:
 
 
 class TestTheAnswerSays:
-    def test_that_it_is_not_known_how_long_a_save_takes(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_outlook_says_that_the_save_duration_is_unknown(self, shared_api: ApiServer, trainer: Trainer) -> None:
         trainer.checkpoint(10)  # of a worker that did not measure
         reported = stop(shared_api, trainer.run_id)["stop"]
         assert (reported["save_seconds"], reported["grace_suffices"]) == (None, None) and "not known" in reported[
@@ -204,13 +208,13 @@ class TestTheAnswerSays:
         reported = stop(shared_api, trainer.run_id, mode="discard")["stop"]
         assert reported["grace_suffices"] is None and "saves nothing" in reported["message"]
 
-    def test_that_an_earlier_stop_stands(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_outlook_says_that_an_earlier_stop_stands(self, shared_api: ApiServer, trainer: Trainer) -> None:
         trainer.checkpoint(10, metrics={"eval_loss": 1.0})
         stop(shared_api, trainer.run_id)
         reported = stop(shared_api, trainer.run_id, mode="best")["stop"]
         assert reported["mode"] == "checkpoint" and "remains in effect" in reported["message"]
 
-    def test_that_nothing_is_saved_of_a_run_that_has_not_started(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_outlook_says_that_a_waiting_run_saves_nothing(self, shared_api: ApiServer, engine: Engine) -> None:
         dataset = make_dataset(engine)
         run_id = make_run(shared_api.client, dataset)["id"]
         Trainer(engine, run_id)

@@ -39,7 +39,7 @@ def test_lines_that_speak_of_an_error_are_shown_once_and_others_never(path: Path
     assert list(log.important_lines()) == []
 
 
-def test_of_a_record_in_json_only_what_it_says_is_shown(path: Path) -> None:
+def test_json_log_record_is_shown_as_level_logger_and_message(path: Path) -> None:
     log = ChildLog(path)
     append(path, '{"timestamp": "t", "level": "info", "logger": "a", "event": "fine"}\n')
     append(path, '{"timestamp": "t", "level": "error", "logger": "app.x", "event": "no disk", "run_id": "run_1"}\n')

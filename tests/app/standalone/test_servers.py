@@ -77,7 +77,7 @@ class WithCluster:
 
 
 class TestFirstStart:
-    def test_it_serves_postgres_18_in_utf8_and_valkey_9(self, make: Make) -> None:
+    def test_first_start_serves_postgres_18_in_utf8_and_valkey_9(self, make: Make) -> None:
         servers = make()
         servers.start()
         assert str(ask(servers, "SHOW server_version")).startswith("18.")
@@ -273,7 +273,7 @@ class TestAccounts:
         again.start()
         assert ask(again, "SELECT 1") == 1
 
-    def test_with_neither_way_root_gets_instructions(
+    def test_root_without_a_usable_account_gets_instructions(
         self, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         without_unshare(tmp_path / "bin", monkeypatch, ["sh", "id"])

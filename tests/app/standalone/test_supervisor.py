@@ -147,7 +147,7 @@ def running(shared: Running) -> Running:
 
 
 class TestReady:
-    def test_it_prints_url_key_and_a_curl_line_that_works_as_printed(self, running: Running) -> None:
+    def test_up_prints_url_key_and_a_working_curl_line(self, running: Running) -> None:
         line = re.search(r"curl .*", running.said)
         assert line and running.connection["url"] in line[0]
         # The curl line says all that a client needs: nothing but what it shows is used here.
@@ -166,7 +166,7 @@ class TestReady:
         assert pids["up"] == running.process.pid
         assert all(psutil.Process(pid).ppid() == pids["up"] for name, pid in pids.items() if name != "up")
 
-    def test_its_worker_says_that_training_processes_start_at_once(self, running: Running) -> None:
+    def test_up_announces_that_training_processes_are_loaded(self, running: Running) -> None:
         eventually(lambda: any(note.warm for note in read_statuses(running.home)))
         eventually(lambda: ("still loading" in running.said) == ("are loaded" in running.said))
 
@@ -193,7 +193,7 @@ class TestReady:
             up._poll_processes()
         assert said[1:] == ([] if is_warm else ["The training libraries are loaded: runs start at once."])
 
-    def test_its_log_files_are_for_people(self, running: Running) -> None:
+    def test_up_writes_log_files_in_console_format(self, running: Running) -> None:
         assert running.answers()
         lines = (running.home / "logs" / "api.log").read_text().splitlines()
         assert any(" INFO app.api.middleware.request_metrics: GET /readyz answered with 200" in line for line in lines)
@@ -300,7 +300,7 @@ class TestEnd:
 
 class TestOwnServers:
     @pytest.mark.full
-    def test_with_both_urls_set_it_starts_no_server_of_its_own(self, start: Start, settings: Settings) -> None:
+    def test_up_with_both_urls_starts_no_embedded_server(self, start: Start, settings: Settings) -> None:
         assert settings.database_url and settings.redis_url
         up = start(ANNEAL_DATABASE_URL=settings.database_url, ANNEAL_REDIS_URL=settings.redis_url).until_ready()
         assert set(up.connection["pids"]) == {"up", "api", "worker"}

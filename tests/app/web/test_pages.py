@@ -53,7 +53,7 @@ class TestRuns:
         expect(row).to_be_visible()
         expect(page.get_by_label("Search runs by name, tag or ID")).to_have_value("")
 
-    def test_are_sorted_by_their_headers_and_several_are_tagged_stopped_and_deleted(
+    def test_runs_table_sorts_by_header_and_tags_stops_and_deletes_several(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trains = start(shared_api, engine, dataset, name="b, in training", tags=["table"])
@@ -198,7 +198,7 @@ class TestNewRun:
         checks[1].fulfill(json=wrong)
         expect(start).to_be_disabled()
 
-    def test_keeps_its_draft_over_a_reload_and_starts_what_it_shows(
+    def test_new_run_form_keeps_its_draft_over_a_reload_and_submits_it(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         with_labels = add_worker(engine, labels=["site-b", "gpu=none"])
@@ -326,7 +326,7 @@ class TestOverPlainHttp:
         yield engine
         engine.dispose()
 
-    def test_from_another_machine_every_action_works(
+    def test_dashboard_over_plain_http_from_another_machine_works(
         self, chromium: Browser, remote: ApiServer, engine: Engine
     ) -> None:
         """Browsers offer no clipboard and no random UUIDs there."""
@@ -421,7 +421,7 @@ class TestEveryPage:
             pytest.param({"viewport": PHONE, "color_scheme": "light", "has_touch": True}, id="on a phone"),
         ],
     )
-    def test_is_accessible_and_fits_its_window(
+    def test_every_page_is_accessible_and_fits_its_window(
         self, chromium: Browser, shared_api: ApiServer, addresses: list[str], options: dict[str, Any]
     ) -> None:
         with window(chromium, shared_api.url, **options) as context:

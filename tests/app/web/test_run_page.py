@@ -32,7 +32,7 @@ SERVICE_IS_AWAY = [
 
 
 class TestRun:
-    def test_that_cannot_start_says_why_in_full(
+    def test_run_that_cannot_start_shows_the_full_reason(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         run_id = make_run(shared_api.client, dataset)["id"]
@@ -58,7 +58,7 @@ class TestRun:
         expect(page.get_by_role("row").filter(has_text="never started")).to_have_count(1)
 
     @pytest.mark.full
-    def test_shows_its_resources_in_words(
+    def test_run_page_shows_resources_in_words(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         run_id = make_run(shared_api.client, dataset)["id"]
@@ -77,7 +77,7 @@ class TestRun:
         shared_api.client.post(f"/v1/runs/{run_id}/stop")
 
     @pytest.mark.full
-    def test_shows_seconds_per_step_and_only_fields_that_differ(
+    def test_run_page_shows_seconds_per_step_and_only_differing_fields(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = start(shared_api, engine, dataset, config={"logging_steps": 5, "lora_r": 8})
@@ -92,7 +92,7 @@ class TestRun:
         expect(rows.filter(has_text="rlhf")).to_have_count(0)
         trainer.complete()
 
-    def test_shows_the_values_that_data_and_device_decided_as_different(
+    def test_run_page_marks_values_decided_by_data_and_device(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = start(shared_api, engine, dataset)
@@ -105,7 +105,7 @@ class TestRun:
         expect(rows.filter(has_text="epochs")).to_have_count(0)
         trainer.complete()
 
-    def test_shows_what_computes_it_and_how_its_step_was_planned(
+    def test_run_page_shows_kernels_and_step_plan(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = start(shared_api, engine, dataset)
@@ -134,7 +134,7 @@ class TestRun:
         trainer.complete()
 
     @pytest.mark.full
-    def test_of_reinforcement_learning_shows_rewards_first(
+    def test_run_page_of_reinforcement_learning_shows_rewards_first(
         self, page: Page, shared_api: ApiServer, engine: Engine
     ) -> None:
         prompts = make_dataset(engine, "prompt", ("prompt",))
@@ -177,7 +177,7 @@ class TestRun:
         expect(page.get_by_role("button", name="Show all")).to_have_count(0)
         trainer.complete()
 
-    def test_that_failed_shows_code_in_its_messages(
+    def test_failed_run_page_shows_code_in_its_messages(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = start(shared_api, engine, dataset)
@@ -187,7 +187,7 @@ class TestRun:
         page.get_by_role("link", name="History").click()
         expect(page.get_by_role("listitem").locator("code").filter(has_text="extra.steps").first).to_be_visible()
 
-    def test_shows_each_line_and_step_once_and_heals_when_the_service_was_away(
+    def test_run_page_shows_each_line_and_step_once_after_an_outage(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, name="live")
@@ -221,7 +221,7 @@ class TestRun:
         expect(page.locator(".chip").first).to_have_text("Stopped")
         assert shared_api.client.get(f"/v1/runs/{child}").json()["status"] == "cancelled"
 
-    def test_says_so_while_it_cannot_be_read_and_reads_it_again(
+    def test_run_page_reports_an_unreadable_run_and_retries(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, name="unread")
@@ -253,7 +253,7 @@ class TestRun:
 
 class TestResume:
     @pytest.mark.full
-    def test_of_a_completed_run_trains_longer_on_other_devices(
+    def test_resume_form_of_a_completed_run_trains_longer_on_other_devices(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, config={"max_steps": 100, "batch_size": 4})
@@ -289,7 +289,7 @@ class TestResume:
         assert (child["parent_run_id"], child["current_step"]) == (trainer.run_id, 100)
         shared_api.client.post(f"/v1/runs/{child['id']}/stop")
 
-    def test_from_a_checkpoint_or_the_start_keeps_what_is_not_changed(
+    def test_resume_form_keeps_fields_that_are_not_changed(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = start(shared_api, engine, dataset, config={"epochs": 2})
@@ -330,7 +330,7 @@ class TestLog:
         shown = [int(re.findall(r"\d+", line)[0]) for line in log.locator(".ln > span").all_inner_texts()[:-1]]
         assert shown == list(range(shown[0], 4001)), "without a gap to the live lines"
 
-    def test_of_one_level_or_wrapped_shows_every_line_that_it_should(
+    def test_log_filtered_by_level_or_wrapped_shows_every_matching_line(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         trainer = start(shared_api, engine, dataset, name="log of levels")
@@ -365,7 +365,7 @@ def _scroll(log: Locator, edge: str, reached: Locator) -> bool:
 
 class TestTabs:
     @pytest.mark.full
-    def test_of_seven_the_visible_one_follows_and_the_others_catch_up(
+    def test_visible_tab_of_seven_follows_and_the_others_catch_up(
         self, chromium: Browser, shared_api: ApiServer, engine: Engine, dataset: str
     ) -> None:
         # Browsers allow six connections to a host, so a seventh stream would never open, nor would any request.

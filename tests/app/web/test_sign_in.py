@@ -35,7 +35,7 @@ class TestSignIn:
         expect(visitor.get_by_role("alert")).to_contain_text("This link was used, or has expired")
         assert "#" not in visitor.url
 
-    def test_with_a_key_leads_back_to_the_address_and_signing_out_ends_it(
+    def test_sign_in_returns_to_the_address_and_sign_out_ends_it(
         self, visitor: Page, shared_api: ApiServer, tolerated: list[str]
     ) -> None:
         tolerated.append("status of 404")

@@ -46,7 +46,7 @@ class TestWorkers:
         shown = {one["id"]: (one["joins_hosts"], one["runs"]) for one in api.client.get("/v1/workers").json()["data"]}
         assert shown == {lead: (True, [run]), member: (True, [run]), other: (False, [])}
 
-    def test_one_that_ended_or_fell_silent_is_offline(self, api: ApiServer, engine: Engine) -> None:
+    def test_ended_or_silent_worker_is_offline(self, api: ApiServer, engine: Engine) -> None:
         ended, silent, alive = (add_worker(engine) for _ in range(3))
         with engine.begin() as connection:
             connection.execute(registry.mark_offline([ended]))
@@ -56,7 +56,7 @@ class TestWorkers:
         states = {worker["id"]: worker["state"] for worker in api.client.get("/v1/workers").json()["data"]}
         assert states == {ended: "offline", silent: "offline", alive: "online"}
 
-    def test_are_listed_in_pages(self, api: ApiServer, engine: Engine) -> None:
+    def test_workers_are_listed_in_pages(self, api: ApiServer, engine: Engine) -> None:
         worker_ids = [add_worker(engine) for _ in range(3)]
         page = api.client.get("/v1/workers", params={"limit": 2}).json()
         rest = api.client.get("/v1/workers", params={"after": page["data"][-1]["id"]}).json()

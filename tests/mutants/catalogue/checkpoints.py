@@ -119,7 +119,7 @@ MUTANTS = (
                 "other.parent_run_id.in_(runs) | other.id.in_(judged),",
             ),
         ),
-        test="tests/app/runs/test_deletion.py::TestDeleteRun::test_one_that_others_build_on_stays_until_they_are_gone",
+        test="tests/app/runs/test_deletion.py::TestDeleteRun::test_run_that_others_build_on_is_not_deleted_before_them",
     ),
     Mutant(
         name="delete-forgets-pinned-checkpoints",
@@ -133,7 +133,7 @@ MUTANTS = (
             ),
         ),
         test="tests/app/runs/test_deletion.py::TestDeleteRun::"
-        "test_one_with_a_pinned_checkpoint_stays_until_it_is_unpinned",
+        "test_run_with_pinned_checkpoint_is_not_deleted_until_unpinned",
     ),
     Mutant(
         name="pruning-forgets-who-learns-from-it",

@@ -58,6 +58,6 @@ MUTANTS = (
                 "base_run_id=None if run is not None and is_output",
             ),
         ),
-        test="tests/app/runs/test_evaluation.py::TestResult::test_is_on_the_run_and_no_run_to_compare_with",
+        test="tests/app/runs/test_evaluation.py::TestResult::test_evaluation_result_is_on_its_run_and_is_not_ranked",
     ),
 )

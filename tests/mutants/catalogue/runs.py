@@ -24,7 +24,7 @@ MUTANTS = (
         changes=(
             Change("app/api/dependencies.py", '(get_session, scope="function")', '(get_session, scope="request")'),
         ),
-        test=f"{_COMMIT_ORDER}::TestAnAnswer::test_that_a_run_is_accepted_never_precedes_its_commit",
+        test=f"{_COMMIT_ORDER}::TestAnAnswer::test_acceptance_of_a_run_is_sent_after_its_commit",
     ),
     Mutant(
         name="hint-before-commit",
@@ -50,7 +50,7 @@ MUTANTS = (
                 "await self._queue.call_worker(run_id)",
             ),
         ),
-        test=f"{_COMMIT_ORDER}::TestARequestToStop::test_is_sent_to_the_worker_when_it_can_be_seen",
+        test=f"{_COMMIT_ORDER}::TestARequestToStop::test_stop_request_is_sent_to_the_worker_after_it_is_visible",
     ),
     Mutant(
         name="late-acks",
@@ -314,7 +314,7 @@ MUTANTS = (
             ),
         ),
         test="tests/app/runs/test_stop_outlook.py::TestAtTheEndOfTheEpoch::"
-        "test_one_that_waits_for_its_next_attempt_goes_on_until_a_stop_ends_it",
+        "test_epoch_end_stop_leaves_a_requeued_run_pending_and_a_plain_stop_cancels_it",
     ),
     Mutant(
         name="requeue-forgets-stop",

@@ -90,7 +90,7 @@ def test_nothing_occurs_twice(library: Path) -> None:
 
 
 @pytest.mark.full  # reads the whole library; the others read a part of it
-def test_this_machines_library_gives_several_thousand_rows() -> None:
+def test_standard_library_gives_several_thousand_rows() -> None:
     rows = docstrings.read_split()
     assert len(rows.training) > 3000
     assert 100 < len(rows.held_out) < 0.1 * len(rows.training)

@@ -99,7 +99,7 @@ class TestDpo:
         assert conflicts_of({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}}) == {}
 
     @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "apo_zero", "sigmoid_norm"])
-    def test_others_refuse_it_and_say_which_these_are(self, loss: str) -> None:
+    def test_label_smoothing_is_refused_for_other_losses_naming_those_that_take_it(self, loss: str) -> None:
         reported = conflicts_of({"method": "dpo", "dpo": {"loss_type": loss, "label_smoothing": 0.1}})
         assert set(reported) == {"dpo.label_smoothing"} and "`robust`" in reported["dpo.label_smoothing"][1]
         assert conflicts_of({"method": "dpo", "dpo": {"loss_type": loss}}) == {}
@@ -184,7 +184,7 @@ class TestRlhf:
         assert conflicts_of({**config, "max_seq_length": 257}) == {}
         assert conflicts_of({**config, "max_seq_length": None}) == {}
 
-    def test_of_rewards_that_are_refused_nothing_else_is_said(self) -> None:
+    def test_refused_rewards_are_the_only_error(self) -> None:
         assert set(conflicts_of(rlhf({"type": "regex"}, num_generations=7))) == {"rlhf.rewards.0.pattern"}
 
 
@@ -284,7 +284,7 @@ class TestRewards:
         {"type": "regex", "pattern": "(?i)" + r"[ -\uffff]" * 99}, {"type": "numeric_match", "extract": "("},
         {"type": "json_schema", "schema": {"pattern": "(?i)" + r"[ -\uffff]" * 390}},
     ], ids=["pattern", "extract", "schema"])  # fmt: skip
-    def test_none_is_compiled_where_a_configuration_is_read(self, reward: dict[str, Any]) -> None:
+    def test_reward_patterns_are_not_compiled_when_config_is_parsed(self, reward: dict[str, Any]) -> None:
         began = time.thread_time()
         assert conflicts_of(rlhf(reward)) == {}
         assert time.thread_time() - began < 0.3

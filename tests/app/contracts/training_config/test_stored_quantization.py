@@ -36,10 +36,10 @@ def effective(described: Any, **config: Any) -> tuple[TrainingConfig, set[str]]:
 
 class TestReading:
     @pytest.mark.parametrize("described", [None, {}, 3, [], {"quant_method": "bitsandbytes"}])
-    def test_none_is_stored(self, described: Any) -> None:
+    def test_unquantized_model_has_no_stored_quantization(self, described: Any) -> None:
         assert stored_quantization({"quantization_config": described}) is None
 
-    def test_that_of_the_text_part_of_a_larger_model_counts(self) -> None:
+    def test_quantization_of_the_text_part_of_a_larger_model_counts(self) -> None:
         stored = stored_quantization({"text_config": {"quantization_config": FOUR_BIT}})
         assert stored is not None and (stored.bits, stored.quant_type) == (4, "fp4")
         assert stored_quantization({"text_config": 3}) is None
@@ -48,7 +48,7 @@ class TestReading:
 class TestConflicts:
     @pytest.mark.parametrize("name", UNSUPPORTED)
     @pytest.mark.parametrize("config", [{}, {"method": "full"}, {"method": "dpo"}, {"lora_r": None, "method": "sft"}])
-    def test_other_methods_than_bitsandbytes_are_refused(self, name: str, config: dict[str, Any]) -> None:
+    def test_quantization_methods_other_than_bitsandbytes_are_refused(self, name: str, config: dict[str, Any]) -> None:
         for trains in (True, False):
             (sentence,) = conflicts({"quant_method": name}, trains=trains, **config).values()
             assert f"`{name}`" in sentence and "name the model" in sentence
@@ -104,7 +104,7 @@ class TestConflicts:
 
 
 class TestEffectiveConfiguration:
-    def test_is_that_of_the_files(self) -> None:
+    def test_effective_quantization_is_that_of_the_files(self) -> None:
         config, replaced = effective(FOUR_BIT, method="qlora")
         assert (config.load_in_4bit, config.load_in_8bit, config.bnb_4bit_quant_type) == (True, False, "fp4")
         assert config.trainer_options.double_quant is False and replaced == {"bnb_4bit_quant_type"}
@@ -112,13 +112,13 @@ class TestEffectiveConfiguration:
         assert (config.load_in_4bit, config.load_in_8bit) == (False, True)
         assert replaced == {"load_in_4bit", "load_in_8bit"}
 
-    def test_is_not_quantized_for_files_that_are_dequantized_when_loaded(self) -> None:
+    def test_files_dequantized_on_load_are_not_quantized(self) -> None:
         config, replaced = effective({"quant_method": "mxfp4"}, method="sft")
         assert (config.load_in_4bit, config.load_in_8bit, replaced) == (False, False, {"load_in_4bit"})
         config, replaced = effective({"quant_method": "mxfp4"}, method="lora")
         assert (config.load_in_4bit, replaced) == (False, set())
 
-    def test_is_not_changed_without_an_adapter_or_without_a_quantized_base(self) -> None:
+    def test_config_without_adapter_or_quantized_base_is_unchanged(self) -> None:
         config, replaced = effective(FOUR_BIT, method="full")
         assert (config.load_in_4bit, replaced) == (False, set())
         config, replaced = effective(None, method="qlora")

@@ -59,5 +59,5 @@ def test_values_that_people_use_are_not_warned_about(fields: Any) -> None:
         ({"method": "rlhf", "rlhf": {"temperature": 50}}, "rlhf.temperature"),
     ],
 )  # fmt: skip
-def test_other_fields_are_compared_with_their_usual_range(fields: Any, name: str) -> None:
+def test_value_outside_its_usual_range_is_a_warning(fields: Any, name: str) -> None:
     assert list(warned(**fields)) == [name]

@@ -64,7 +64,7 @@ class TestDtype:
         (error,) = effective(machine, dtype=dtype).problems
         assert (error.field, error.code) == ("dtype", "not_on_this_machine") and "leave it out" in error.message
 
-    def test_another_data_type_for_4_bit_layers_is_refused(self) -> None:
+    def test_unsupported_data_type_for_4_bit_layers_is_refused(self) -> None:
         config = {"dtype": "bfloat16", "bnb_4bit_compute_dtype": "float32"}
         assert codes(config) == {("bnb_4bit_compute_dtype", "conflict")}
 
@@ -101,7 +101,7 @@ class TestWeightsDtype:
         config = {name: value for name, value in fields.items() if name != "machine"}
         assert codes(config, machine=machine) == {error}
 
-    def test_it_cannot_be_sharded(self) -> None:
+    def test_model_with_own_weights_dtype_cannot_be_sharded(self) -> None:
         config = TrainingConfig(base_model="tiny", **self.FULL)
         (obstacle,) = sharding_obstacles(config, {"weights_dtype"})
         assert "`weights_dtype`" in obstacle
@@ -163,7 +163,7 @@ class TestFieldsAndDefaults:
             "pending", "initializing", "running", "checkpointing", "completed", "failed", "cancelled",
         ]  # fmt: skip
 
-    def test_it_survives_json(self) -> None:
+    def test_config_survives_json(self) -> None:
         config = TrainingConfig(base_model="owner/model", method=TrainingMethod.lora, target_modules=["q_proj"])
         assert TrainingConfig.model_validate(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
@@ -573,7 +573,7 @@ class TestResolve:
     def test_an_unknown_machine_replaces_nothing(self) -> None:
         assert effective(None, method="full").config.optim == "paged_adamw_8bit"
 
-    def test_it_is_pure_and_settles_at_once(self) -> None:
+    def test_resolving_twice_changes_nothing(self) -> None:
         config = TrainingConfig(base_model="tiny")
         once = resolve_config(config, {"base_model"}, CPU)
         assert config == TrainingConfig(base_model="tiny")

@@ -13,7 +13,7 @@ _MIB = 2**20
 
 @pytest.mark.needs("small disk")
 class TestDatabaseReserve:
-    def test_is_taken_while_there_is_room_given_back_when_there_is_none_and_taken_again(self, tmp_path: Path) -> None:
+    def test_reserve_is_released_on_a_full_disk_and_taken_again_later(self, tmp_path: Path) -> None:
         with small_disk(tmp_path / "home", 256 * _MIB) as home:
             (home / "postgres").mkdir()
             reserve = DatabaseReserve(home)
@@ -33,9 +33,7 @@ class TestDatabaseReserve:
             assert "has room again" in (reserve.adjust_reserve() or "")
             assert reserve.describe_shortage() is None and (home / "postgres" / "reserve").stat().st_size == 64 * _MIB
 
-    def test_on_a_disk_without_room_for_it_nothing_is_taken_and_what_is_free_belongs_to_the_database(
-        self, tmp_path: Path
-    ) -> None:
+    def test_reserve_is_not_taken_on_a_disk_without_room(self, tmp_path: Path) -> None:
         with small_disk(tmp_path / "home", 100 * _MIB) as home:
             (home / "postgres").mkdir()
             reserve = DatabaseReserve(home)

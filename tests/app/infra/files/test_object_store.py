@@ -41,7 +41,7 @@ def shared(folder: Path) -> ObjectStore:
 
 
 class TestAStore:
-    def test_gives_back_what_was_put_whole_or_from_any_place(self, store: ObjectStore) -> None:
+    def test_store_returns_what_was_put_whole_or_from_an_offset(self, store: ObjectStore) -> None:
         store.put("datasets/ds_1/data.jsonl", iter([b"one\n", b"two\n"]))
         assert store.read("datasets/ds_1/data.jsonl", 8) == b"one\ntwo\n"
         with store.open("datasets/ds_1/data.jsonl") as file:
@@ -67,14 +67,14 @@ class TestAStore:
         store.remove("datasets/ds_10")
         assert store.list("datasets") == []
 
-    def test_takes_a_large_file_in_parts(self, store: ObjectStore) -> None:
+    def test_store_uploads_a_large_file_in_parts(self, store: ObjectStore) -> None:
         pieces = [os.urandom(2**20) for _ in range(20)]
         store.put("large", iter(pieces), part_bytes=SMALL_PART_BYTES)
         with store.open("large") as file:
             assert file.size == 20 * 2**20 and file.seek(17 * 2**20) and file.read(2**20) == pieces[17]
         assert b"".join(store.get("large", file.size)) == b"".join(pieces)
 
-    def test_is_claimed_by_one_installation(self, store: ObjectStore) -> None:
+    def test_store_is_claimed_by_one_installation(self, store: ObjectStore) -> None:
         with pytest.raises(WrongStore, match="has no file") as refused:
             store.claim_for("ins_1", lambda: False)
         assert not refused.value.is_marked
@@ -89,7 +89,7 @@ class TestAStore:
         with pytest.raises(WrongStore):
             store.check_owner("ins_1")
 
-    def test_takes_nothing_of_a_file_whose_sender_fails(self, store: ObjectStore) -> None:
+    def test_store_keeps_nothing_of_a_failed_upload(self, store: ObjectStore) -> None:
         def pieces() -> object:
             yield b"half"
             raise KeyboardInterrupt

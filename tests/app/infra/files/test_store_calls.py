@@ -56,7 +56,7 @@ async def test_a_silent_store_is_given_up_and_keeps_its_slots_until_it_answers(g
     await wait_for_slot(calls)
 
 
-async def test_while_most_calls_are_stuck_the_next_ones_are_refused_at_once(gate: threading.Event) -> None:
+async def test_calls_are_refused_at_once_while_most_are_stuck(gate: threading.Event) -> None:
     wait_seconds = 30.0
     calls = StoreCalls(4, wait_seconds, 10 * wait_seconds)
     stuck = [asyncio.create_task(calls.run(gate.wait)) for _ in range(4)]

@@ -50,7 +50,7 @@ def done(engine: Engine, action_id: str, step: int) -> None:
 
 
 class TestAnAction:
-    def test_waits_in_the_order_of_requests_and_comes_with_the_renewal(
+    def test_actions_wait_in_request_order_and_come_with_the_lease_renewal(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         assert renewed(engine, trainer).actions is None
@@ -77,12 +77,12 @@ class TestAnAction:
         done(engine, shown[0]["id"], 3)
         assert [it["id"] for it in renewed(engine, trainer).actions] == [shown[1]["id"], shown[2]["id"]]
 
-    def test_is_in_the_audit_list(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_action_is_audited(self, shared_api: ApiServer, trainer: Trainer) -> None:
         action = ask(shared_api, trainer.run_id, "checkpoint").json()
         (entry,) = shared_api.client.get("/v1/audit", params={"resource": action["id"]}).json()["data"]
         assert (entry["route"], entry["status"]) == ("/v1/runs/{run_id}/actions", 202)
 
-    def test_is_made_once_for_an_idempotency_key(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_action_is_created_once_for_an_idempotency_key(self, shared_api: ApiServer, trainer: Trainer) -> None:
         first = ask(shared_api, trainer.run_id, "checkpoint", key="once").json()
         assert ask(shared_api, trainer.run_id, "checkpoint", key="once").json()["id"] == first["id"]
         other = ask(shared_api, trainer.run_id, "checkpoint", key="once", pin=True)
@@ -91,7 +91,9 @@ class TestAnAction:
         again = ask(shared_api, trainer.run_id, "checkpoint", key="once").json()
         assert (again["id"], again["status"]) == (first["id"], "refused")
 
-    def test_of_another_run_or_of_none_is_a_404(self, shared_api: ApiServer, engine: Engine, trainer: Trainer) -> None:
+    def test_action_of_another_or_unknown_run_is_404(
+        self, shared_api: ApiServer, engine: Engine, trainer: Trainer
+    ) -> None:
         action_id = ask(shared_api, trainer.run_id, "checkpoint").json()["id"]
         other = make_run(shared_api.client, make_dataset(engine))["id"]
         answer = shared_api.client.get(f"/v1/runs/{other}/actions/{action_id}")
@@ -122,7 +124,7 @@ class TestRefused:
         ],
         ids=lambda value: str(value)[:60],
     )
-    def test_with_the_field_that_is_wrong(
+    def test_invalid_action_is_refused_with_its_field(
         self, shared_api: ApiServer, trainer: Trainer, requested: dict[str, Any], field: str
     ) -> None:
         answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json=requested)
@@ -178,7 +180,7 @@ class TestRefused:
             ({"max_steps": 500}, 10, None),
         ],
     )
-    def test_more_steps_of_a_run_that_stops_before(
+    def test_extending_beyond_stop_at_step_is_refused(
         self,
         shared_api: ApiServer,
         engine: Engine,

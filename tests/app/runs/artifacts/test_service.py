@@ -87,7 +87,9 @@ class TestUnreadDownloads:
         return connection
 
     @pytest.mark.parametrize("kind", ["artifacts.tar", "artifacts/big.bin"])
-    def test_of_one_key_are_limited_until_they_end(self, shared_api: ApiServer, run: str, kind: str) -> None:
+    def test_unread_downloads_of_a_key_are_limited_until_they_end(
+        self, shared_api: ApiServer, run: str, kind: str
+    ) -> None:
         path = f"/v1/runs/{run}/{kind}"
         with (Storage(shared_api.settings).output_dir(run, 1) / "big.bin").open("wb") as file:
             file.truncate(64 * 2**20)
@@ -337,7 +339,7 @@ def _raw(api: ApiServer, request: bytes) -> bytes:
 
 
 class TestRecordsOfAnAttempt:
-    def test_are_listed_and_fetched_although_the_run_failed(self, shared_api: ApiServer, failed: str) -> None:
+    def test_records_of_a_failed_attempt_are_listed_and_fetched(self, shared_api: ApiServer, failed: str) -> None:
         path = f"/v1/runs/{failed}/attempts/1/artifacts"
         listed = [one["path"] for one in shared_api.client.get(path).json()["data"]]
         assert listed == ["metrics.jsonl", "tensorboard/events.1"]

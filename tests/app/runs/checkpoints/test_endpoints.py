@@ -25,7 +25,7 @@ def trainer(api: ApiServer, engine: Engine) -> Trainer:
 
 
 class TestCheckpoints:
-    def test_are_listed_newest_first_in_pages(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_checkpoints_are_listed_newest_first_in_pages(self, api: ApiServer, trainer: Trainer) -> None:
         checkpoints = [trainer.checkpoint(step) for step in (10, 20, 30)]
         path = f"/v1/runs/{trainer.run_id}/checkpoints"
         page = api.client.get(path, params={"limit": 2}).json()
@@ -68,7 +68,9 @@ class TestCheckpoints:
         assert api.client.get(f"{path}/{gone}").status_code == 404
         assert api.client.get(f"/v1/runs/{trainer.run_id}").json()["checkpoint_path"] is None
 
-    def test_of_another_run_or_of_none_are_a_404(self, api: ApiServer, engine: Engine, trainer: Trainer) -> None:
+    def test_checkpoint_of_another_or_unknown_run_is_404(
+        self, api: ApiServer, engine: Engine, trainer: Trainer
+    ) -> None:
         checkpoint = trainer.checkpoint(10)
         other = make_run(api.client, make_dataset(engine))["id"]
         for path in (

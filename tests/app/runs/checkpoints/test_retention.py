@@ -71,7 +71,7 @@ def test_a_pinned_one_stays_however_old(trainer: Trainer) -> None:
     assert kept_steps(trainer.engine) == [1, 3]
 
 
-def test_one_that_a_request_is_about_to_evaluate_stays(trainer: Trainer) -> None:
+def test_checkpoint_that_a_request_is_about_to_evaluate_stays(trainer: Trainer) -> None:
     """The request locks it, and commits its run while this waits for the lock."""
     checkpoint = trainer.checkpoint(1)
     trainer.checkpoint(2)
@@ -93,7 +93,7 @@ def test_the_one_with_the_lowest_evaluation_loss_stays(trainer: Trainer) -> None
     assert kept_steps(trainer.engine) == [2, 4]
 
 
-def test_where_rewards_judge_the_one_with_the_highest_stays(trainer: Trainer) -> None:
+def test_checkpoint_with_the_highest_reward_stays(trainer: Trainer) -> None:
     for step, reward in ((1, 0.3), (2, 0.9), (3, -0.2), (4, None)):
         trainer.checkpoint(step, metrics={"eval_reward": reward})
     retire(trainer, 1)

@@ -87,9 +87,7 @@ def test_a_run_is_counted_without_being_made(api: ApiServer, engine: Engine) -> 
     assert api.client.get("/v1/runs").json()["data"] == []
 
 
-def test_for_each_kind_of_device_the_estimate_says_whether_it_fits_and_what_to_change(
-    api: ApiServer, engine: Engine
-) -> None:
+def test_estimate_says_for_each_kind_of_device_if_it_fits_and_what_to_change(api: ApiServer, engine: Engine) -> None:
     gpu(engine, 81_559)
     gpu(engine, 24_000, "NVIDIA A10")
     gpu(engine, 6_000, "NVIDIA T4")
@@ -150,7 +148,7 @@ def test_liger_kernel_counts_if_all_workers_with_a_gpu_for_the_run_have_it(api: 
     ],
     ids=["kind", "gpu", "memory", "labels"],
 )
-def test_where_no_worker_has_what_the_request_asks_for_the_estimate_says_so(
+def test_estimate_says_that_no_worker_has_the_requested_device(
     api: ApiServer, engine: Engine, resources: dict[str, Any], says: str
 ) -> None:
     for label in ("site-a", "site-b"):
@@ -371,7 +369,7 @@ def test_runs_on_as_many_devices_give_the_speed_where_there_are_any(api: ApiServ
         ({"packing": True, "max_seq_length": 512}, {"packing": True, "max_seq_length": 2048}, 25, "comparable"),
     ],
 )
-def test_of_the_same_model_runs_that_did_something_else_are_only_comparable(
+def test_runs_of_the_same_model_with_other_work_are_only_comparable(
     api: ApiServer, engine: Engine, then: dict[str, Any], now: dict[str, Any], length: int, source: str
 ) -> None:
     dataset = make_dataset(engine)  # by its bytes, of 25 tokens a row
@@ -493,7 +491,7 @@ def test_memory_of_a_model_that_a_plugin_creates_is_unknown_and_its_steps_are_co
     assert "`extra.model_factory` is the plugin `mine`" in estimate["unknown"][0]["reason"]
 
 
-def test_of_a_data_source_memory_alone_is_known_and_of_an_optimizer_it_is_assumed(
+def test_estimate_of_a_data_source_has_memory_only_and_assumes_a_plugin_optimizer(
     api: ApiServer, engine: Engine
 ) -> None:
     estimate = estimated(
@@ -593,7 +591,7 @@ def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, 
     assert "L40S, 46,068 MiB" in anneal("runs", "estimate", "-f", str(run_file), *sets, *size).stdout
 
 
-def test_of_a_backend_that_loads_no_model_there_is_nothing_to_report(api: ApiServer, engine: Engine) -> None:
+def test_estimate_of_a_backend_without_a_model_says_so(api: ApiServer, engine: Engine) -> None:
     config = {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}}
     body = {"backend": "fake", "dataset_id": make_dataset(engine), "config": config}
     answer = api.client.post("/v1/runs/estimate", json=body)
@@ -622,7 +620,7 @@ class TestComputation:
         ],
         indirect=["held"],
     )
-    def test_is_waited_for_without_a_connection_to_the_database(
+    def test_estimate_is_computed_without_a_database_connection(
         self, api: ApiServer, engine: Engine, path: str, held: HeldCalls
     ) -> None:
         body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "max_steps": 5}}
@@ -653,7 +651,7 @@ class TestComputation:
         (error,) = answer.json()["errors"]
         assert (error["field"], error["code"]) == ("dataset_id", "dataset_not_found")
 
-    def test_does_not_keep_what_the_run_needs_from_deletion(
+    def test_estimate_does_not_block_deletion_of_what_the_run_needs(
         self, api: ApiServer, engine: Engine, held: HeldCalls
     ) -> None:
         dataset = make_dataset(engine)
@@ -673,7 +671,7 @@ class TestComputation:
         assert refused.status_code == 422
         assert {error["code"] for error in refused.json()["errors"]} == {"dataset_not_found", "experiment_not_found"}
 
-    def test_for_a_key_follows_its_earlier_ones_and_others_do_not(self) -> None:
+    def test_estimates_of_one_key_are_computed_in_turn_and_those_of_others_at_once(self) -> None:
         async def order() -> list[str]:
             turns, finished, goes_on = service.EstimateTurns(), list[str](), asyncio.Event()
 

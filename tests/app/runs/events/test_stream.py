@@ -160,7 +160,7 @@ async def test_a_reader_far_ahead_of_the_log_costs_the_others_nothing(
     ahead.cancel()
 
 
-async def test_one_tail_serves_all_readers_and_ends_with_the_last(lab: Lab) -> None:
+async def test_tail_is_shared_by_all_readers_and_ends_with_the_last(lab: Lab) -> None:
     readers = [asyncio.create_task(lab.read()) for _ in range(10)]
     await eventually_async(lambda: _attached(lab, 10))
     assert len(lab.streams._tails) == 1

@@ -62,7 +62,7 @@ def search(api: ApiServer, trainer: Trainer, **query: Any) -> dict[str, Any]:
     return hits
 
 
-def test_is_served_whole_while_the_run_trains_and_by_the_client(
+def test_complete_log_is_served_while_the_run_trains_and_by_the_client(
     emptied_api: ApiServer, trainer: Trainer, folder: Path
 ) -> None:
     texts = [f"line {number} ä" for number in range(30_000)]

@@ -41,13 +41,13 @@ def lines(api: ApiServer, trainer: Trainer, **query: object) -> list[str]:
 
 
 class TestPlain:
-    def test_reports_every_line_in_order_and_nothing_else(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_plain_log_has_every_line_in_order_and_nothing_else(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("one", "zwei ä 🦙", "")
         trainer.metric(1, loss=1.0)
         trainer.log("<b>four</b>")
         assert lines(api, trainer) == ["one", "zwei ä 🦙", "", "<b>four</b>"]
 
-    def test_goes_on_while_the_run_has_more_than_one_read_brings(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_plain_log_continues_beyond_one_read(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log(*(f"line {number}" for number in range(1700)))
         assert lines(api, trainer) == [f"line {number}" for number in range(1700)]
 
@@ -89,7 +89,7 @@ class TestPlain:
 
 
 class TestFollow:
-    def test_reports_lines_as_they_come_until_the_run_ends(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_followed_log_has_lines_as_they_come_until_the_run_ends(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("before")
         seen: list[str] = []
 
@@ -115,12 +115,12 @@ class TestFollow:
             trainer.log("now")
             assert next(answer.iter_lines()) == "now"
 
-    def test_of_a_run_that_has_ended_it_ends(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_followed_log_of_an_ended_run_ends(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("one")
         trainer.fail()
         assert lines(api, trainer, follow=True) == ["one"]
 
-    def test_is_served_as_events_when_accept_asks_for_them(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_followed_log_is_served_as_events_for_that_accept_header(self, api: ApiServer, trainer: Trainer) -> None:
         trainer.log("one", "two")
         trainer.metric(1, loss=1.0)
         trainer.complete()

@@ -111,7 +111,7 @@ class TestNewestPass:
 
 class TestThinning:
     @pytest.mark.parametrize("most", [4, 10, 100, 1999])
-    def test_keeps_first_last_and_every_extreme(self, api: ApiServer, trainer: Trainer, most: int) -> None:
+    def test_thinned_series_keeps_first_last_and_extremes(self, api: ApiServer, trainer: Trainer, most: int) -> None:
         values = [random.Random(step).gauss(0, 1) for step in range(2000)]
         values[777], values[1234] = 99.0, -99.0
         trainer.events("metric", *({"step": step, "loss": value} for step, value in enumerate(values)))
@@ -123,7 +123,7 @@ class TestThinning:
         assert (loss["min"], loss["max"]) == (-99.0, 99.0)
         assert {777, 1234} <= set(loss["steps"])
 
-    def test_leaves_alone_what_is_short_enough(self, api: ApiServer, trainer: Trainer) -> None:
+    def test_short_series_is_not_thinned(self, api: ApiServer, trainer: Trainer) -> None:
         for step in range(10):
             trainer.metric(step, loss=1.0)
         assert series(api, trainer, max_points=10)["loss"]["steps"] == list(range(10))

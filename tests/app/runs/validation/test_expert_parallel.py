@@ -81,7 +81,7 @@ def test_what_cannot_divide_experts_is_refused(
     assert answer["valid"], answer["errors"]
 
 
-def test_of_a_dense_model_only_the_missing_experts_are_named(api: ApiServer, engine: Engine) -> None:
+def test_expert_parallel_error_of_a_dense_model_names_only_missing_experts(api: ApiServer, engine: Engine) -> None:
     wrong = body(make_dataset(engine), 2, 2, "none", base_model="dense", method="qlora", target_modules=None)
     (error,) = api.client.post("/v1/runs", json=wrong).json()["errors"]
     assert error["code"] == "not_supported" and "has no experts that can be divided" in error["message"]

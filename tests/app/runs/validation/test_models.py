@@ -102,7 +102,7 @@ class TestWhichModelsScore:
         }
         assert "`dpo`" in problems["config.rlhf.rewards.1.model"][1]
 
-    def test_other_names_are_found_as_base_models_are(self, api: ApiServer, engine: Engine) -> None:
+    def test_reward_model_names_are_resolved_like_base_models(self, api: ApiServer, engine: Engine) -> None:
         (make_model(api.settings, "judge") / "config.json").write_text(
             '{"architectures": ["LlamaForSequenceClassification"]}'
         )
@@ -199,7 +199,7 @@ class TestQuantizedFiles:
         }
         assert "`awq`" in problems["config.rlhf.rewards.2.model"][1]
 
-    def test_they_can_be_evaluated(self, api: ApiServer, engine: Engine) -> None:
+    def test_quantized_model_can_be_evaluated(self, api: ApiServer, engine: Engine) -> None:
         self.place(api, "four", quant_method="bitsandbytes", load_in_4bit=True)
         self.place(api, "gptq", quant_method="gptq", bits=4)
         data = make_dataset(engine, "text")
@@ -230,9 +230,7 @@ class TestTheyAreKept:
             assert api.client.delete(f"/v1/runs/{learning}").status_code == 204
         assert api.client.delete(f"/v1/runs/{first}").status_code == 204
 
-    def test_one_that_goes_at_this_moment_is_waited_for_and_then_not_there(
-        self, api: ApiServer, engine: Engine
-    ) -> None:
+    def test_reward_model_run_deleted_meanwhile_is_refused_as_missing(self, api: ApiServer, engine: Engine) -> None:
         run_id, dataset = judge(api, engine), prompts(engine)
         body = {"backend": "fake", "dataset_id": dataset, "config": config(run_id)}
         with ThreadPoolExecutor(1) as pool, engine.connect() as connection:

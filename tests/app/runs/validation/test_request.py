@@ -190,7 +190,7 @@ class TestRequest(OnSharedApi):
             used[data_format] = check["effective_config"]["loss_on"]
         assert used == {"prompt_completion": "completion", "chat": "all", "text": "all"}
 
-    def test_one_row_cannot_be_split(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_dataset_of_one_row_cannot_be_split(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         with engine.begin() as connection:
             connection.execute(update(Dataset).where(Dataset.id == dataset).values(rows=1))
         body = {"dataset_id": dataset, "config": {"base_model": "org/model", "eval_split": 0.5, "eval_steps": 5}}
@@ -440,14 +440,16 @@ class TestValidate(OnSharedApi):
         lowered = [it for it in check["warnings"] if it["field"] == "config.max_seq_length"]
         assert bool(lowered) == (fields.get("max_seq_length") == 2048), "only one that the request names"
 
-    def test_says_what_create_would_say_and_makes_nothing(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_validate_reports_what_create_would_and_creates_nothing(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
         body = {"dataset_id": dataset, "config": {"base_model": "nowhere", "epochs": 0}}
         answer = api.client.post("/v1/runs/validate", json=body)
         assert answer.status_code == 200
         assert answer.json()["valid"] is False
         assert answer.json()["errors"] == refused(api, engine, body)["errors"]
 
-    def test_shows_what_defaults_resolve_to(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_validate_shows_resolved_defaults(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         config = {"base_model": "org/model", "method": "full"}
         answer = api.client.post("/v1/runs/validate", json={"dataset_id": dataset, "config": config}).json()
         assert answer["valid"]
@@ -478,17 +480,19 @@ class TestOtherTokenizer(OnSharedApi):
         check = api.client.post("/v1/runs/validate", json=body).json()
         return [(error["field"], error["code"], error["message"]) for error in check["errors"]]
 
-    def test_with_as_many_tokens_as_the_model_has_is_accepted(self, api: ApiServer, dataset: str, words: Any) -> None:
+    def test_tokenizer_with_as_many_tokens_as_the_model_is_accepted(
+        self, api: ApiServer, dataset: str, words: Any
+    ) -> None:
         assert self.validated(api, dataset, words(100)) == []
 
-    def test_with_more_tokens_than_the_model_has_is_refused_with_both_numbers(
+    def test_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_numbers(
         self, api: ApiServer, dataset: str, words: Any
     ) -> None:
         ((field, code, message),) = self.validated(api, dataset, words(101))
         assert (field, code) == ("config.tokenizer", "conflict")
         assert "ids up to 100" in message and "embeddings for 100 tokens" in message
 
-    def test_that_is_not_there_is_refused(self, api: ApiServer, dataset: str, words: Any) -> None:
+    def test_missing_tokenizer_is_refused(self, api: ApiServer, dataset: str, words: Any) -> None:
         assert [error[:2] for error in self.validated(api, dataset, "nowhere")] == [
             ("config.tokenizer", "model_not_found")
         ]
@@ -509,7 +513,9 @@ def test_layers_and_tokens_that_a_local_model_lacks_are_refused(api: ApiServer, 
     assert "100 tokens, 0 to 99, and so no 100" in messages["config.trainable_token_indices"]
 
 
-def test_while_a_configuration_is_judged_others_are_served(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_served_while_a_configuration_is_validated(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inline = []
     judge = config_errors
 

@@ -79,7 +79,7 @@ class TestMachine:
         warnings = self.check(api, dataset, named)["warnings"]
         assert [it["field"] for it in warnings if it["code"] == "replaced"] == ["config.optim"]
 
-    def test_one_fitting_worker_is_enough(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_run_is_valid_if_one_worker_fits(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         add_worker(engine, backends=["celery"])
         gpu = add_worker(engine, backends=["celery"])
         with engine.begin() as connection:

@@ -87,7 +87,7 @@ def test_patterns_that_take_long_to_compile_hold_up_nobody(
     assert psutil.Process().cpu_times().user - spent < 5  # the server is a thread of this process
 
 
-def test_whose_turn_does_not_come_is_asked_to_wait(
+def test_reward_check_without_a_free_thread_is_503_with_retry_after(
     emptied_api: ApiServer, dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rewards, "_QUEUE_SECONDS", 0.2)
