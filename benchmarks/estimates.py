@@ -187,12 +187,12 @@ def main() -> int:
         kind = " packed" if cell.batch.positions_each else " padded" if cell.batch.masked else ""
         shape = f"{cell.batch.sequences} x {cell.batch.length}{kind}"
         line = (cell.family, cell.method + (", 16-bit products" if cell.mixed else ""))
-        found = f"{cell.attention}, {shape}, checkpointing {cell.checkpointing}: {formula:,} for {real:,} bytes"
+        cell_text = f"{cell.attention}, {shape}, checkpointing {cell.checkpointing}: {formula:,} for {real:,} bytes"
         if line not in worst or abs(off) > abs(worst[line][0]):
-            worst[line] = (off, found)
+            worst[line] = (off, cell_text)
     print(f"{'family':14s}{'method':28s}{'worst':>8s}  where")
-    for (family, method), (off, found) in worst.items():
-        print(f"{family:14s}{method:28s}{off:+8.1%}  {found}")
+    for (family, method), (off, cell_text) in worst.items():
+        print(f"{family:14s}{method:28s}{off:+8.1%}  {cell_text}")
     most = max(abs(off) for off, _ in worst.values())
     print(f"\n{cells} cells; largest error {most:.1%}")
     return 0 if most <= WITHIN else 1

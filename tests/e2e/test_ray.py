@@ -54,9 +54,7 @@ def test_a_run_trains_on_a_node_and_its_job_shows_no_secret(stack: RayStack, und
     assert (shown["status"], shown["attempt"], shown["current_step"]) == ("completed", 1, STEPS)
     assert stack.reasons(undisturbed) == ["ray_placing"]
     job_id = f"anneal-{undisturbed}-0"
-    job = eventually(
-        lambda: (found := stack.cluster.jobs()[job_id])["status"] != "RUNNING" and found, what="the job ended"
-    )
+    job = eventually(lambda: (job := stack.cluster.jobs()[job_id])["status"] != "RUNNING" and job, what="the job ended")
     assert job["status"] == "SUCCEEDED", stack.logs(undisturbed)
     text = str(job) + stack.cluster.log_of(job_id)
     urls = (stack.settings.database_url, stack.settings.redis_url, TOKEN)

@@ -30,7 +30,7 @@ def engine(shared_api: ApiServer) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def made(engine: Engine) -> list[dict[str, Any]]:
+def stored_runs(engine: Engine) -> list[dict[str, Any]]:
     """Two hundred runs of every kind, oldest first."""
     chance = random.Random(5)
     experiments = [make_experiment(engine) for _ in range(3)]
@@ -96,15 +96,17 @@ def _reversed(id: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_page_of_every_order_and_filter(shared_api: ApiServer, made: list[dict[str, Any]], seed: int) -> None:
+def test_every_page_of_every_order_and_filter(
+    shared_api: ApiServer, stored_runs: list[dict[str, Any]], seed: int
+) -> None:
     chance = random.Random(seed)
     query: dict[str, Any] = {}
-    rows = list(made)
+    rows = list(stored_runs)
     if chance.random() < 0.5:
         query["status"] = chance.sample(_STATUSES, chance.randrange(1, 4))
         rows = [row for row in rows if row["status"] in query["status"]]
     if chance.random() < 0.5:
-        query["experiment_id"] = made[0]["experiment_id"]
+        query["experiment_id"] = stored_runs[0]["experiment_id"]
         rows = [row for row in rows if row["experiment_id"] == query["experiment_id"]]
     if chance.random() < 0.3:
         query["tag"] = "x"
@@ -147,9 +149,11 @@ _VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("sort", _VALUES)
 def test_every_page_by_a_value_has_equal_ones_newest_first_and_those_without_it_last(
-    shared_api: ApiServer, made: list[dict[str, Any]], sort: str, order: str
+    shared_api: ApiServer, stored_runs: list[dict[str, Any]], sort: str, order: str
 ) -> None:
-    newest_first = sorted((row for row in made if row["status"] != "failed"), key=lambda row: row["id"], reverse=True)
+    newest_first = sorted(
+        (row for row in stored_runs if row["status"] != "failed"), key=lambda row: row["id"], reverse=True
+    )
     known = [row for row in newest_first if _VALUES[sort](row) is not None]
     known.sort(key=_VALUES[sort], reverse=order == "desc")
     # Reversing keeps the order of equal ones.
@@ -159,9 +163,9 @@ def test_every_page_by_a_value_has_equal_ones_newest_first_and_those_without_it_
 
 
 def test_running_run_is_not_listed_again_behind_itself_as_its_time_grows(
-    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]]
+    shared_api: ApiServer, engine: Engine, stored_runs: list[dict[str, Any]]
 ) -> None:
-    experiment, running = make_experiment(engine), next(row for row in made if row["status"] == "running")
+    experiment, running = make_experiment(engine), next(row for row in stored_runs if row["status"] == "running")
     ids = [new_id("run") for _ in range(2)]
     with engine.begin() as connection:
         for minutes, run_id in enumerate(ids, 1):
@@ -178,9 +182,9 @@ def test_running_run_is_not_listed_again_behind_itself_as_its_time_grows(
         connection.execute(delete(Run).where(Run.id.in_(ids)))
 
 
-def test_running_runs_come_first_then_those_that_wait(shared_api: ApiServer, made: list[dict[str, Any]]) -> None:
+def test_running_runs_come_first_then_those_that_wait(shared_api: ApiServer, stored_runs: list[dict[str, Any]]) -> None:
     for statuses in ([], ["pending", "failed", "completed"]):
-        rows = [row for row in reversed(made) if not statuses or row["status"] in statuses]
+        rows = [row for row in reversed(stored_runs) if not statuses or row["status"] in statuses]
         rows.sort(key=lambda row: _LIVE_FIRST.get(row["status"], 2))
         assert listed(shared_api, 23, sort="live", status=statuses) == [row["id"] for row in rows]
     for sort in ("live", "best"):
@@ -190,10 +194,10 @@ def test_running_runs_come_first_then_those_that_wait(shared_api: ApiServer, mad
 
 @pytest.mark.parametrize(("before", "after"), [("running", "completed"), ("pending", "running")])
 def test_a_run_whose_status_changes_while_a_page_is_read_is_on_it_once(
-    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]], before: str, after: str
+    shared_api: ApiServer, engine: Engine, stored_runs: list[dict[str, Any]], before: str, after: str
 ) -> None:
     experiment = make_experiment(engine)
-    row = next(row for row in made if row["status"] == before)
+    row = next(row for row in stored_runs if row["status"] == before)
     leased = {"lease_owner": add_worker(engine), "lease_expires_at": text("now() + interval '1 day'"), "attempt": 1}
     values = {**row, "id": new_id("run"), "experiment_id": experiment} | (leased if before == "running" else {})
     values = {name: value for name, value in values.items() if name in Run.__table__.c}
@@ -228,8 +232,8 @@ def test_a_cursor_that_is_gone_is_refused_where_its_place_is_not_known(shared_ap
         assert (answer.status_code, answer.json()["errors"][0]["code"]) == (422, "unknown_cursor")
 
 
-def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made: list[dict[str, Any]]) -> None:
-    running = next(row for row in made if row["status"] == "running" and row["best_loss"] is not None)
+def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, stored_runs: list[dict[str, Any]]) -> None:
+    running = next(row for row in stored_runs if row["status"] == "running" and row["best_loss"] is not None)
     end = text(
         "UPDATE runs SET status = 'completed', finished_at = now(), lease_owner = NULL, lease_expires_at = NULL "
         "WHERE id = :id"
@@ -259,7 +263,7 @@ def test_the_loss_of_a_run_that_ends_is_set_by_the_database(engine: Engine, made
     ids=str,
 )
 def test_no_list_reads_all_runs_or_sorts_more_than_a_page(
-    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]], query: dict[str, Any]
+    shared_api: ApiServer, engine: Engine, stored_runs: list[dict[str, Any]], query: dict[str, Any]
 ) -> None:
     """By the plans that Postgres makes when it may not read the whole table."""
     statements: list[tuple[str, Any]] = []
@@ -287,7 +291,7 @@ def test_no_list_reads_all_runs_or_sorts_more_than_a_page(
 
 
 def test_a_run_in_a_list_has_what_the_run_alone_has(
-    shared_api: ApiServer, engine: Engine, made: list[dict[str, Any]]
+    shared_api: ApiServer, engine: Engine, stored_runs: list[dict[str, Any]]
 ) -> None:
     odd = {
         "name": "Grüße \"1\"\n\u2028", "tags": ["ä", '"'],
@@ -295,7 +299,7 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
         "effective_config": {"epochs": 1}, "best_loss": float("nan"), "best_score": -1.5, "current_epoch": 0.1,
         "output_attempt": 1,
     }  # fmt: skip
-    ended = [row["id"] for row in made if row["status"] == "completed"]
+    ended = [row["id"] for row in stored_runs if row["status"] == "completed"]
     with engine.begin() as connection:
         connection.execute(update(Run).where(Run.id == ended[0]).values(**odd))
         for step in (10, 20):
@@ -313,7 +317,7 @@ def test_a_run_in_a_list_has_what_the_run_alone_has(
     assert shown[ended[0]]["name"] == odd["name"] and shown[ended[0]]["best_loss"] is None
     assert shown[ended[0]]["best_eval"] == 1.5
     assert shown[ended[1]]["checkpoint_path"].endswith(f"runs/{ended[1]}/a1/checkpoint-20")
-    for run_id in [ended[0], ended[1], *(row["id"] for row in made[::20])]:
+    for run_id in [ended[0], ended[1], *(row["id"] for row in stored_runs[::20])]:
         alone = shared_api.client.get(f"/v1/runs/{run_id}").json()
         for only_alone in (
             "metrics_history",

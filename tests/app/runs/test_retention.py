@@ -50,7 +50,7 @@ def engine(settings: Settings) -> Iterator[Engine]:
     engine.dispose()
 
 
-class Made:
+class OldRuns:
     """Makes runs of some months ago."""
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -78,8 +78,8 @@ class Made:
 
 
 @pytest.fixture
-def made(engine: Engine, settings: Settings) -> Made:
-    return Made(engine, settings)
+def old_runs(engine: Engine, settings: Settings) -> OldRuns:
+    return OldRuns(engine, settings)
 
 
 def events(engine: Engine, run_id: str) -> int:
@@ -118,9 +118,9 @@ def runs(engine: Engine) -> set[str]:
 
 class TestEvents:
     def test_a_month_goes_once_all_its_runs_are_old_and_curves_stay(
-        self, engine: Engine, made: Made, settings: Settings
+        self, engine: Engine, old_runs: OldRuns, settings: Settings
     ) -> None:
-        old, older = made.run(FEBRUARY), made.run(JANUARY)
+        old, older = old_runs.run(FEBRUARY), old_runs.run(JANUARY)
         result = run_prune(settings, Policy(events_days=30), dry_run=False)
         assert result == PruneResult(months=["2025-01", "2025-02"])
         assert partitions(engine) == {"run_events_2025_03"}
@@ -134,10 +134,10 @@ class TestEvents:
         assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
     def test_events_of_other_runs_are_stored_while_a_month_is_pruned(
-        self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(retention, "_LOCK_TIMEOUT", "30s")
-        old, live = made.run(JANUARY), made.run(FEBRUARY, ended=False)
+        old, live = old_runs.run(JANUARY), old_runs.run(FEBRUARY, ended=False)
         with ThreadPoolExecutor(1) as thread:
             with engine.begin() as reader:
                 reader.execute(select(Run.id).where(Run.id == old.run_id).with_for_update(read=True))
@@ -147,17 +147,17 @@ class TestEvents:
                 assert waiting_for_locks(engine) == 1 and not pruning.done()
             assert pruning.result().months == ["2025-01"]
 
-    def test_not_while_a_run_of_the_month_goes_on(self, engine: Engine, made: Made, settings: Settings) -> None:
-        live, ended = made.run(JANUARY, ended=False), made.run(JANUARY)
-        young = made.run(FEBRUARY)
+    def test_not_while_a_run_of_the_month_goes_on(self, engine: Engine, old_runs: OldRuns, settings: Settings) -> None:
+        live, ended = old_runs.run(JANUARY, ended=False), old_runs.run(JANUARY)
+        young = old_runs.run(FEBRUARY)
         mark_run(engine, young.run_id, finished_at=datetime.now(UTC))
         assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
         assert all(events(engine, trainer.run_id) > 50 for trainer in (live, ended, young))
 
     def test_events_of_pinned_runs_stay_when_their_month_goes(
-        self, engine: Engine, made: Made, settings: Settings
+        self, engine: Engine, old_runs: OldRuns, settings: Settings
     ) -> None:
-        pinned, other = made.run(JANUARY, pinned=True), made.run(JANUARY)
+        pinned, other = old_runs.run(JANUARY, pinned=True), old_runs.run(JANUARY)
         before = events(engine, pinned.run_id)
         number_events(settings)
         assert run_prune(settings, Policy(events_days=30), dry_run=False).months == ["2025-01"]
@@ -167,8 +167,8 @@ class TestEvents:
         assert "run_events_2025_01" in partitions(engine)
         assert run_prune(settings, Policy(events_days=30), dry_run=False) == PruneResult()
 
-    def test_a_stream_says_what_is_gone_and_how_the_run_has_ended(self, made: Made, settings: Settings) -> None:
-        trainer, later = made.run(JANUARY), made.run(datetime.now(UTC))
+    def test_a_stream_says_what_is_gone_and_how_the_run_has_ended(self, old_runs: OldRuns, settings: Settings) -> None:
+        trainer, later = old_runs.run(JANUARY), old_runs.run(datetime.now(UTC))
         number_events(settings)
         run_prune(settings, Policy(events_days=30), dry_run=False)
         with ThreadServer(settings) as api:
@@ -186,21 +186,21 @@ class TestEvents:
             assert api.client.get(f"{path}/logs?follow=true").text == ""
 
     def test_a_follower_of_a_run_whose_events_are_gone_learns_how_it_has_ended(
-        self, made: Made, settings: Settings
+        self, old_runs: OldRuns, settings: Settings
     ) -> None:
         ends = [
             ("completed", 0, Trainer.complete),
             ("failed", 3, Trainer.fail),
             ("cancelled", 4, Trainer.cancel_on_request),
         ]
-        trainers = [end(made.run(JANUARY, ended=False)) for _, _, end in ends]
+        trainers = [end(old_runs.run(JANUARY, ended=False)) for _, _, end in ends]
         for trainer in trainers:
-            mark_run(made.engine, trainer.run_id, finished_at=JANUARY)
+            mark_run(old_runs.engine, trainer.run_id, finished_at=JANUARY)
         run_prune(settings, Policy(events_days=30), dry_run=False)
         with ThreadServer(settings) as api, Anneal(api.url, api.key) as client:
             there = {"ANNEAL_URL": api.url, "ANNEAL_API_KEY": api.key, "ANNEAL_HOME": str(settings.home)}
             for trainer, (how, code, _) in zip(trainers, ends, strict=True):
-                last = run_row(made.engine, trainer.run_id).event_seq
+                last = run_row(old_runs.engine, trainer.run_id).event_seq
                 for follow in (True, False):
                     gone, end = client.runs.events(trainer.run_id, follow=follow)
                     assert isinstance(gone, TruncatedEvent) and (gone.seq, gone.first_seq) == (last - 1, last + 1)
@@ -227,24 +227,24 @@ class TestReaders:
 
     @pytest.mark.parametrize("had_ended", [True, False])
     async def test_reader_is_told_of_pruned_events_and_the_end(
-        self, made: Made, settings: Settings, streams: Streams, had_ended: bool
+        self, old_runs: OldRuns, settings: Settings, streams: Streams, had_ended: bool
     ) -> None:
-        rest, last = await self.rest(made, settings, streams, had_ended, Policy(events_days=30))
+        rest, last = await self.rest(old_runs, settings, streams, had_ended, Policy(events_days=30))
         assert [(frame.seq, frame.type) for frame in rest] == [(last - 1, "truncated"), (last, "end")]
 
     @pytest.mark.parametrize("had_ended", [True, False])
     async def test_reader_ends_when_its_run_is_deleted(
-        self, made: Made, settings: Settings, streams: Streams, had_ended: bool
+        self, old_runs: OldRuns, settings: Settings, streams: Streams, had_ended: bool
     ) -> None:
-        rest, _ = await self.rest(made, settings, streams, had_ended, Policy(runs_days=30))
+        rest, _ = await self.rest(old_runs, settings, streams, had_ended, Policy(runs_days=30))
         assert rest == []
 
     async def rest(
-        self, made: Made, settings: Settings, streams: Streams, had_ended: bool, policy: Policy
+        self, old_runs: OldRuns, settings: Settings, streams: Streams, had_ended: bool, policy: Policy
     ) -> tuple[list[Frame], int]:
         """What comes behind the first of several batches, and the `seq` of the end."""
-        trainer = made.run(JANUARY)
-        last = run_row(made.engine, trainer.run_id).event_seq
+        trainer = old_runs.run(JANUARY)
+        last = run_row(old_runs.engine, trainer.run_id).event_seq
         batches = streams.stream_batches(RunSource(trainer.run_id), 0, until=last if had_ended else None)
         _, first = await anext(batches)
         assert len(first) == 20
@@ -255,14 +255,14 @@ class TestReaders:
 
 class TestCheckpoints:
     def test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay(
-        self, engine: Engine, made: Made, settings: Settings
+        self, engine: Engine, old_runs: OldRuns, settings: Settings
     ) -> None:
-        trainer = made.run(JANUARY)
-        folders = [made.checkpoint(trainer, step, metrics={"eval_loss": abs(step - 2)}) for step in range(1, 7)]
+        trainer = old_runs.run(JANUARY)
+        folders = [old_runs.checkpoint(trainer, step, metrics={"eval_loss": abs(step - 2)}) for step in range(1, 7)]
         with engine.connect() as connection:
             ids = list(connection.scalars(select(Checkpoint.id).order_by(Checkpoint.step)))
         mark_checkpoint(engine, ids[2], pinned=True)
-        child = made.run(FEBRUARY, resume_checkpoint_id=ids[3])
+        child = old_runs.run(FEBRUARY, resume_checkpoint_id=ids[3])
         would = run_prune(settings, Policy(checkpoints_days=30), dry_run=True)
         assert (would.checkpoints, would.checkpoint_bytes) == (2, 20) and all(folder.is_dir() for folder in folders)
         assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False) == would
@@ -270,22 +270,22 @@ class TestCheckpoints:
         assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert child.run_id in runs(engine)
 
-    def test_runs_that_are_live_young_or_pinned_keep_all(self, made: Made, settings: Settings) -> None:
-        live = made.run(JANUARY, ended=False)
-        young, pinned = made.run(JANUARY), made.run(JANUARY, pinned=True)
-        mark_run(made.engine, young.run_id, finished_at=datetime.now(UTC))
-        folders = [made.checkpoint(trainer, step) for trainer in (live, young, pinned) for step in (1, 2, 3)]
+    def test_runs_that_are_live_young_or_pinned_keep_all(self, old_runs: OldRuns, settings: Settings) -> None:
+        live = old_runs.run(JANUARY, ended=False)
+        young, pinned = old_runs.run(JANUARY), old_runs.run(JANUARY, pinned=True)
+        mark_run(old_runs.engine, young.run_id, finished_at=datetime.now(UTC))
+        folders = [old_runs.checkpoint(trainer, step) for trainer in (live, young, pinned) for step in (1, 2, 3)]
         assert run_prune(settings, Policy(checkpoints_days=30), dry_run=False) == PruneResult()
         assert all(folder.is_dir() for folder in folders)
 
     def test_a_run_whose_checkpoints_cannot_be_judged_keeps_no_others(
-        self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reported: list[str] = []
         # Not by way of the logging of the process, which other tests set up in their own ways.
         monkeypatch.setattr(retention.log, "warning", lambda text, *values: reported.append(text % values))
-        odd, usual = made.run(JANUARY), made.run(FEBRUARY)
-        folders = [made.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
+        odd, usual = old_runs.run(JANUARY), old_runs.run(FEBRUARY)
+        folders = [old_runs.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
         with engine.begin() as connection:
             values = {"metrics": {"eval_loss": "x"}}
             connection.execute(update(Checkpoint).where(Checkpoint.run_id == odd.run_id).values(values))
@@ -295,10 +295,10 @@ class TestCheckpoints:
 
     @pytest.mark.parametrize("error", [OSError("not ours"), RecursionError("a bug of ours")])
     def test_undeletable_checkpoint_files_block_no_other_deletion(
-        self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch, error: Exception
+        self, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
-        odd, usual = made.run(JANUARY), made.run(FEBRUARY)
-        folders = [made.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
+        odd, usual = old_runs.run(JANUARY), old_runs.run(FEBRUARY)
+        folders = [old_runs.checkpoint(trainer, step) for trainer in (odd, usual) for step in (1, 2)]
         remove_checkpoint = Storage.remove_checkpoint
 
         def refuse(storage: Storage, run_id: str, attempt: int, name: str) -> None:
@@ -314,31 +314,33 @@ class TestCheckpoints:
 
 class TestRuns:
     def test_many_go_in_several_transactions_and_a_dry_run_counts_the_same(
-        self, engine: Engine, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(retention, "_RUNS_AT_ONCE", 2)
-        first = made.run(JANUARY, points=1)
-        second = made.run(JANUARY, points=1, parent_run_id=first.run_id)
-        made.run(JANUARY, points=1, parent_run_id=second.run_id)
+        first = old_runs.run(JANUARY, points=1)
+        second = old_runs.run(JANUARY, points=1, parent_run_id=first.run_id)
+        old_runs.run(JANUARY, points=1, parent_run_id=second.run_id)
         for _ in range(4):
-            made.run(JANUARY, points=1)
+            old_runs.run(JANUARY, points=1)
         assert run_prune(settings, Policy(runs_days=30), dry_run=True) == PruneResult(runs=7)
         assert run_prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=7)
         assert runs(engine) == set()
 
-    def test_old_runs_go_with_those_that_only_they_needed(self, engine: Engine, made: Made, settings: Settings) -> None:
-        base = made.run(JANUARY)
-        child = made.run(JANUARY, parent_run_id=base.run_id)
-        needed = made.run(JANUARY)
+    def test_old_runs_go_with_those_that_only_they_needed(
+        self, engine: Engine, old_runs: OldRuns, settings: Settings
+    ) -> None:
+        base = old_runs.run(JANUARY)
+        child = old_runs.run(JANUARY, parent_run_id=base.run_id)
+        needed = old_runs.run(JANUARY)
         waiting = add_run(engine, base_run_id=needed.run_id).id
-        judge = made.run(JANUARY)
+        judge = old_runs.run(JANUARY)
         learn_from(engine, waiting, judge.run_id)
-        old_judge = made.run(JANUARY)
+        old_judge = old_runs.run(JANUARY)
         learn_from(engine, child.run_id, old_judge.run_id)
-        pinned = made.run(JANUARY, pinned=True)
-        holder = made.run(JANUARY)
+        pinned = old_runs.run(JANUARY, pinned=True)
+        holder = old_runs.run(JANUARY)
         holder.checkpoint(1, pinned=True)
-        young = made.run(datetime.now(UTC) - timedelta(days=1))
+        young = old_runs.run(datetime.now(UTC) - timedelta(days=1))
         would = run_prune(settings, Policy(runs_days=30), dry_run=True)
         assert would == PruneResult(runs=3) and base.run_id in runs(engine)
         assert run_prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
@@ -346,17 +348,17 @@ class TestRuns:
         assert events(engine, child.run_id) == 0
 
     def test_the_settings_are_the_policy_of_a_running_service(
-        self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        trainer = made.run(JANUARY)
+        trainer = old_runs.run(JANUARY)
         monkeypatch.setattr(retention, "_WATCH_SECONDS", 0.1)
         with ThreadServer(settings.model_copy(update={"keep_runs_days": 30})) as api:
             eventually(lambda: api.client.get(f"/v1/runs/{trainer.run_id}").status_code == 404)
 
     async def test_nothing_is_old_by_a_clock_that_was_just_set_ahead(
-        self, made: Made, engine: Engine, settings: Settings
+        self, old_runs: OldRuns, engine: Engine, settings: Settings
     ) -> None:
-        trainer = made.run(JANUARY)
+        trainer = old_runs.run(JANUARY)
         watch, now = ClockWatch(tolerance_seconds=60), time.monotonic()
         watch.observe(datetime.now(UTC) - timedelta(days=200), now, now)
         own = async_engine(settings.database_url or "", pool_size=2)
@@ -372,9 +374,9 @@ class TestRuns:
 
 class TestCommand:
     def test_prune_command_prints_what_it_would_delete_and_deleted(
-        self, made: Made, settings: Settings, monkeypatch: pytest.MonkeyPatch
+        self, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        made.run(JANUARY)
+        old_runs.run(JANUARY)
         for name, value in settings.model_dump().items():
             if value is not None:
                 monkeypatch.setenv(f"ANNEAL_{name.upper()}", str(value))

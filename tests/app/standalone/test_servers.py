@@ -44,14 +44,14 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def make(home: Path) -> Iterator[Make]:
     """Makes the servers of one home, any number of times; ends them with the test."""
-    made: list[EmbeddedServers] = []
+    started: list[EmbeddedServers] = []
 
     def build() -> EmbeddedServers:
-        made.append(EmbeddedServers(home, durable=False))
-        return made[-1]
+        started.append(EmbeddedServers(home, durable=False))
+        return started[-1]
 
     yield build
-    for servers in made:
+    for servers in started:
         servers.stop()
 
 
