@@ -29,8 +29,9 @@ _FIELD_ERRORS = {
     "BadRow": (0, 1),
     "HubConfig": (2, 3),
     "ModelNotReadable": (0, 1),
-    "refuse": (1, 2),
-    "_wrong": (1, 2),
+    "record_error": (1, 2),
+    "add_error": (1, 2),
+    "_field_error": (1, 2),
 }
 """Positions of code and message in the calls that create errors of fields and rows; both may be keywords."""
 
