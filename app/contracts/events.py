@@ -332,7 +332,7 @@ class RepairEvent(Event):
         json_schema_extra=_event_example(
             "repair", kind="non_finite", step=41, rows=[7, 19], singled_out=[19], changes={}, instead_of={},
             reason="loss or gradients were non-finite at step 41: back to the checkpoint of step 40, skipping that "
-            "step", back_to=CHECKPOINT_ID, spoilt=None,
+            "step", back_to=CHECKPOINT_ID, corrupt_checkpoint=None,
         )
     )  # fmt: skip
 
@@ -351,7 +351,7 @@ class RepairEvent(Event):
     back_to: str | None = Field(
         default=None, description="Checkpoint to which the run goes back; null: its newest one, or the start."
     )
-    spoilt: str | None = Field(
+    corrupt_checkpoint: str | None = Field(
         default=None, description="Checkpoint from which no run resumes any more, because anomalies followed it twice."
     )
 

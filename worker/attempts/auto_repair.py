@@ -26,8 +26,8 @@ def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> R
 
     If an attempt that went back to a checkpoint meets another anomaly before it has saved the next one, it goes back
     further, provided that no row was singled out either time: the weights may be corrupt, and no run resumes from that
-    checkpoint any more (`spoilt`). If it is the last good checkpoint, or pinned, the rows after it are skipped instead,
-    until the number of repairs reaches its limit.
+    checkpoint any more (`corrupt_checkpoint`). If it is the last good checkpoint, or pinned, the rows after it are
+    skipped instead, until the number of repairs reaches its limit.
 
     Call this once everything that the trainer reported is stored.
     """
@@ -44,7 +44,7 @@ def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> R
         )
     why = f"anomalies occurred twice after that of step {here.step}, and no row was singled out"
     reason = _reason(repair, f"the checkpoint of step {before[0].step} ({why})")
-    return repair.model_copy(update={"reason": reason, "back_to": before[0].id, "spoilt": here.id})
+    return repair.model_copy(update={"reason": reason, "back_to": before[0].id, "corrupt_checkpoint": here.id})
 
 
 def _checkpoints_before(run: ClaimedRun, step: int) -> Executable:
@@ -74,9 +74,9 @@ def _reason(repair: Repair, where: str) -> str:
 
 def remember(connection: Connection, run: ClaimedRun, repair: Repair) -> None:
     """Mark the checkpoint that a repair (as `resolve_repair`) names as corrupt, so that no run resumes from it."""
-    if repair.spoilt:
+    if repair.corrupt_checkpoint:
         why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
-        connection.execute(retention.mark_corrupt(repair.spoilt, why, run.id, run.lease_epoch))
+        connection.execute(retention.mark_corrupt(repair.corrupt_checkpoint, why, run.id, run.lease_epoch))
 
 
 def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: RepairProposal | None) -> Repair | None:

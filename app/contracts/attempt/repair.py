@@ -26,5 +26,5 @@ class Repair(BaseModel):
     """Previous values of these fields."""
     back_to: str | None = None
     """Checkpoint from which the run continues; None for the start."""
-    spoilt: str | None = None
+    corrupt_checkpoint: str | None = None
     """Checkpoint after which anomalies occurred too often; no run resumes from it any more."""
