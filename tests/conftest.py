@@ -25,10 +25,15 @@ from tests import clusters, programs
 from tests.databases import SpareDatabases
 from tests.nodes import ROOT
 from tests.not_run import NotRun
-from tests.scheduling import FIRST, pytest_xdist_auto_num_workers, pytest_xdist_make_scheduler
+from tests.scheduling import (
+    FIRST,
+    pytest_xdist_auto_num_workers,
+    pytest_xdist_make_scheduler,
+    pytest_xdist_setupnodes,
+)
 from tests.server import ApiServer, ThreadServer
 
-__all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
+__all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler", "pytest_xdist_setupnodes"]
 
 # Off until the tests are collected: imports create a million objects and hardly any garbage.
 gc.disable()

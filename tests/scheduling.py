@@ -5,13 +5,17 @@ node id. The scheduler `loadgroup` of pytest-xdist 3.8 cannot be used: it append
 pytest 9.2 no longer reads (pytest-xdist issue 1386), and then distributes single tests without a warning.
 """
 
+import contextlib
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests import xdist_processes
 
 _FOLDERS = {"tests/e2e/": 1, "tests/worker/training/": 2}
 """Folders whose files share fixtures of the session that are slow to make, and the most processes that run them."""
@@ -39,6 +43,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """Create the scheduler of the process that distributes the tests."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Fork the processes that will run the tests from one that has imported what the tests import."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(xdist_processes.template(specs))
+    config.add_cleanup(stack.close)
 
 
 @pytest.hookimpl(optionalhook=True)
