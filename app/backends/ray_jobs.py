@@ -63,6 +63,10 @@ _LOST_SECONDS = 60.0
 _EXTRA_SECONDS = 15
 """Time that a job has after the save grace of its trainer: for the worker and for the driver."""
 
+_MAY_DO_A_ROUND = text("""
+    SELECT (EXISTS (SELECT FROM ray_jobs) OR EXISTS (SELECT FROM runs WHERE status = 'pending' AND backend = 'ray'))
+        AND pg_try_advisory_xact_lock(:key)
+""")
 # First those that could get a job: of an owner that need the same, thousands would hide the runs behind them.
 _PENDING = text(f"""
     {WITH_ROOM}, due AS (
@@ -160,9 +164,9 @@ class RayJobs:
                 )
 
     async def do_round(self) -> None:
-        """Do one round, unless another replica is doing one."""
+        """Do one round, unless nothing is to be done or another replica is doing one."""
         async with self._engine.begin() as lock:
-            if await lock.scalar(text("SELECT pg_try_advisory_xact_lock(:key)"), {"key": _LOCK}):
+            if await lock.scalar(_MAY_DO_A_ROUND, {"key": _LOCK}):
                 await self._choose_runs()
                 await self._settle_all()
 
