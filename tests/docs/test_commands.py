@@ -1,5 +1,6 @@
 """Every `anneal` command in the documents exists, with the options that are shown."""
 
+import functools
 import itertools
 import re
 import shlex
@@ -34,19 +35,26 @@ def _alternatives(word: str) -> list[str]:
     return word.split("|") if re.fullmatch(r"[a-z_-]+(\|[a-z_-]+)+", word) else [word]
 
 
+@functools.cache
+def _command(*names: str) -> Any:
+    """Return the command or group of these names; None if there is none."""
+    if not names:
+        return typer.main.get_command(cli)
+    group = _command(*names[:-1])
+    return group.get_command(group.make_context("anneal", [], resilient_parsing=True), names[-1])
+
+
 def problem(command: str) -> str | None:
     """Return the first unknown command or option; None if there is none."""
-    found: Any = typer.main.get_command(cli)
     words = [word for word in shlex.split(command.partition("#")[0]) if word != "…"]
-    while words and hasattr(found, "get_command"):
+    names: list[str] = []
+    while words and hasattr(_command(*names), "get_command"):
         if words[0].startswith("-"):
             return None if words[0] in _GLOBAL else words[0]
-        context = found.make_context("anneal", [], resilient_parsing=True)
-        name, *words = words
-        found = found.get_command(context, name)
-        if found is None:
-            return name
-    options = {option for one in found.params for option in one.opts} | _GLOBAL
+        names.append(words.pop(0))
+        if _command(*names) is None:
+            return names[-1]
+    options = {option for parameter in _command(*names).params for option in parameter.opts} | _GLOBAL
     return next((word for word in words if re.match(r"--?[a-z]", word) and word not in options), None)
 
 

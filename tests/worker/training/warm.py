@@ -1,6 +1,7 @@
 """What the libraries compute once in a process, computed before trainers are forked from it."""
 
 import contextlib
+import functools
 import io
 import tempfile
 import warnings
@@ -10,6 +11,7 @@ import datasets
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import imports as accelerate_imports
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
@@ -24,6 +26,8 @@ def warm_libraries() -> None:
     This takes a quarter of what a trainer of a tiny model computes. Only the libraries are used, so a trainer finds
     none of our own code prepared, and no thread is left that a fork would lose.
     """
+    # Accelerate reads the metadata of PEFT a dozen times in each run, which takes a twentieth of one of a tiny model.
+    accelerate_imports._is_package_available = functools.cache(accelerate_imports._is_package_available)
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     with (
