@@ -71,7 +71,14 @@ def train(
     models: Callable[[float], Path],
     tmp_path: Path,
 ) -> Train:
-    """Train a run on one or two devices, with or without dropout; of 30 rows, 6 are held out and 24 are three steps."""
+    return make_train(forks, two_ranks, models, tmp_path)
+
+
+def make_train(forks: Forks, two_ranks: TwoRanks, models: Callable[[float], Path], folder: Path) -> Train:
+    """Return a function that trains a run on one or two devices, with or without dropout.
+
+    Of 30 rows, 6 are held out and 24 are three steps.
+    """
     number = 0
 
     def run(
@@ -79,10 +86,10 @@ def train(
     ) -> Outcome:
         nonlocal number
         number += 1
-        rows, data_format = make_data(tmp_path, method, count)
+        rows, data_format = make_data(folder, method, count)
         adapter = {} if method == "full" or "lora_r" in config else {"lora_r": 4, "lora_dropout": dropout}
         config = {**_COMMON, "method": method, "batch_size": 4 // devices, **adapter, **config}
-        job = make_job(tmp_path / str(number), models(dropout), rows, data_format=data_format, **config)
+        job = make_job(folder / str(number), models(dropout), rows, data_format=data_format, **config)
         job["sharded"] = sharded
         outcome = forks.run(job) if devices == 1 else two_ranks.run(job)
         assert outcome.code == 0, outcome.stderr[-3000:]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.worker.training.output.outputs import weights
-from tests.worker.training.test_ranks import Train, losses, make_data, make_models, rows, train  # noqa: F401
+from tests.worker.training.test_ranks import Train, losses, make_data, make_models, make_train, rows, train  # noqa: F401
 from tests.worker.training.tiny import Forks, Outcome, load_output, make_job, make_tiny_model, write_rows
 from tests.worker.training.two_ranks import TwoRanks
 from worker.checkpoint_files.manifest import verify
@@ -33,6 +33,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], Path]:
     return make_models(tmp_path_factory.mktemp("models"), layers=2)
 
 
+@pytest.fixture(scope="module")
+def divided(
+    forks: Forks,
+    two_ranks: TwoRanks,
+    models: Callable[[float], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Outcome:
+    """A run of a divided model whose weights are all trained."""
+    train_in_module = make_train(forks, two_ranks, models, tmp_path_factory.mktemp("divided"))
+    return train_in_module("full", **_SHARDED, **options("full"))
+
+
 def options(method: str) -> dict[str, Any]:
     """An optimizer that replicas and divided models share, and no adapter on a model with a new head."""
     if method not in ("full", "reward"):
@@ -44,14 +56,19 @@ def options(method: str) -> dict[str, Any]:
     "method",
     ["qlora", *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "lora", "dpo", "reward", "kto"))],
 )
-def test_a_divided_model_trains_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
+def test_a_divided_model_trains_and_generates_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
     """Also in the last step of an epoch, which has fewer rows, and with fewer batches to evaluate on one device."""
     count = 28 if method in ("full", "lora", "qlora") else 33
     more = {**options(method), "count": count, "eval_split": 9 / count, "extra": {"eval_batch_size": 2}}
+    if method != "reward":
+        more |= {"sample_prompts": ["what is row 3", "row"], "sample_steps": 3, "sample_max_new_tokens": 4}
     replicas, sharded = (train(method, **devices, **more) for devices in (_REPLICAS, _SHARDED))
     assert rows(sharded) == rows(replicas) and len(rows(sharded)) == 4
     assert sharded.of("config")[-1]["facts"]["eval_rows"] == 9
     assert losses(sharded) == pytest.approx(losses(replicas), abs=_TOLERANCE)
+    samples = [[(record["step"], record["completion"]) for record in run.of("sample")] for run in (replicas, sharded)]
+    assert samples[1] == samples[0]
+    assert [step for step, _ in samples[0]] == ([] if method == "reward" else [3, 3, 4, 4])
     evaluations = [[record["metrics"] for record in run.of("eval")] for run in (replicas, sharded)]
     for expected, found in zip(*evaluations, strict=True):
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=_TOLERANCE), (
@@ -86,10 +103,11 @@ def test_resumes_exactly_with_dropout(train: Train, method: str) -> None:  # noq
 )
 def test_resumes_with_another_division_and_the_same_rows(
     train: Train,  # noqa: F811
+    divided: Outcome,
     before: dict[str, Any],
     after: dict[str, Any],
 ) -> None:
-    whole = train("full", **before, **options("full"))
+    whole = divided if before is _SHARDED else train("full", **before, **options("full"))
     rest = train("full", **after, **options("full"), resume_from=whole.checkpoint(2), attempt=2)
     assert rows(rest) == {step: trained for step, trained in rows(whole).items() if step > 2}
     assert losses(rest) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, abs=1e-5)
@@ -98,14 +116,6 @@ def test_resumes_with_another_division_and_the_same_rows(
     was, present = ("" if "sharded" in one else "not " for one in (before, after))
     reason = f"The model was {was}sharded at the checkpoint and is {present}now."
     assert reason in facts["fidelity_reasons"]
-
-
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.full)])
-def test_generates_the_samples_that_replicas_do(train: Train, method: str) -> None:  # noqa: F811
-    asked = {"sample_prompts": ["what is row 3", "row"], "sample_steps": 1, "sample_max_new_tokens": 4, "max_steps": 1}
-    made = [train(method, **devices, **options(method), **asked) for devices in (_REPLICAS, _SHARDED)]
-    texts = [[(one["step"], one["completion"]) for one in run.of("sample")] for run in made]
-    assert texts[1] == texts[0] and len(texts[0]) == 2
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +130,16 @@ def undisturbed(
 
 
 def test_a_checkpoint_is_evaluated_and_exported_as_any_other(
-    train: Train,  # noqa: F811
+    divided: Outcome,
     forks: Forks,
     two_ranks: TwoRanks,
     models: Callable[[float], Path],
     tmp_path: Path,
 ) -> None:
-    trained = train("full", **_SHARDED, **options("full"))
-    saved, expected = trained.checkpoint(2), trained.of("eval")[0]["metrics"]["eval_loss"]
+    saved, expected = divided.checkpoint(2), divided.of("eval")[0]["metrics"]["eval_loss"]
     held_out = make_data(tmp_path, "full", 30)[0]
     lines = held_out.read_text().splitlines(keepends=True)
-    evaluated = sorted(set(range(30)) - {row for done in rows(trained).values() for row in done})
+    evaluated = sorted(set(range(30)) - {row for done in rows(divided).values() for row in done})
     held_out.write_text("".join(lines[row] for row in evaluated))
     config = {"method": "full", "max_seq_length": 64, **options("full")}
     for name, sharded in (("one", False), ("two", True)):

@@ -36,21 +36,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("adapter", "ours", "theirs"),
     [
         ("full", {"method": "full", "max_seq_length": 40}, {"max_length": 40}),
-        ("full", {"method": "full", "max_seq_length": 128}, {"max_length": 128}),
+        pytest.param("full", {"method": "full", "max_seq_length": 128}, {"max_length": 128}, marks=pytest.mark.full),
         ("full", {"method": "full", "max_seq_length": 128, "extra": {"padding_free": False}}, {"max_length": 128}),
         ("full", {"method": "full", "max_seq_length": 250}, {"max_length": None, "padding_free": True}),
         ("lora", {"method": "lora", "max_seq_length": 128, "packing": True}, {"max_length": 128, "packing": True}),
         ("qlora", {"method": "qlora", "max_seq_length": 60}, {"max_length": 60}),
         ("8bit", {"method": "sft", "max_seq_length": 60, "load_in_8bit": True}, {"max_length": 60}),
         *(
-            (
+            pytest.param(
                 "lora",
                 {"method": "lora", "max_seq_length": 60, **fields},
                 {"max_length": 60, "peft_options": peft_options},
+                marks=marks,
             )
-            for fields, peft_options in (
-                ({"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa"}),
-                ({"init_lora_weights": "olora"}, {"init_lora_weights": "olora"}),
+            for fields, peft_options, marks in (
+                ({"init_lora_weights": "pissa"}, {"init_lora_weights": "pissa"}, ()),
+                ({"init_lora_weights": "olora"}, {"init_lora_weights": "olora"}, pytest.mark.full),
                 (
                     {"init_lora_weights": "gaussian", "layers_to_transform": [1], "trainable_token_indices": [5, 9]},
                     {
@@ -59,6 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         "trainable_token_indices": [5, 9],
                         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
                     },
+                    (),
                 ),
             )
         ),
