@@ -1,6 +1,7 @@
 """Promises about the code itself, kept by running them."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -51,30 +52,31 @@ FOUNDATION = (
 """Modules of the libraries that `app.main` loads; `celery` and `kombu` alone load nothing before their first use."""
 
 
-def _after_import(module: str, expression: str) -> object:
-    """The value of `expression` in a fresh process that has imported `module`."""
-    code = f"import json, sys\nimport {module}\nprint(json.dumps({expression}))"
+@functools.cache
+def _loaded_by(modules: str) -> frozenset[str]:
+    """The modules that are loaded in a fresh process that has imported these."""
+    code = f"import json, sys\nimport {modules}\nprint(json.dumps([*sys.modules]))"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return frozenset(json.loads(run.stdout))
 
 
 @pytest.mark.parametrize("module", ["app.main", "app.cli.main"])
 def test_the_api_and_the_command_line_import_nothing_heavy(module: str) -> None:
-    assert _after_import(module, f"sorted(set(sys.modules) & set({HEAVY!r}))") == []
+    assert sorted(_loaded_by(module) & {*HEAVY}) == []
 
 
 def test_help_waits_for_nothing_and_the_client_knows_no_server() -> None:
     slow = {"pydantic", "pydantic_settings", "httpx", "rich", "sqlalchemy", "fastapi", "starlette", "plotext"}
     commands = "app.cli.main, app.cli.runs.commands, app.cli.datasets, app.cli.experiments, app.cli.workers"
-    assert _after_import(commands, f"sorted(set(sys.modules) & {slow!r})") == []
+    assert sorted(_loaded_by(commands) & slow) == []
     server = {"fastapi", "starlette", "sqlalchemy", "psycopg", "redis", "uvicorn", "plotext"}
-    assert _after_import("app.client.client", f"sorted(set(sys.modules) & {server!r})") == []
+    assert sorted(_loaded_by("app.client.client") & server) == []
 
 
 def test_the_supervisor_imports_neither_torch_nor_http() -> None:
     unwanted = {"torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "numpy", "fastapi"}
-    assert _after_import("worker.main", f"sorted(set(sys.modules) & {unwanted!r})") == []
+    assert sorted(_loaded_by("worker.main") & unwanted) == []
 
 
 def test_the_api_is_imported_in_hardly_more_time_than_what_it_stands_on() -> None:
@@ -105,8 +107,7 @@ def _own_share() -> float:
 
 def test_the_foundation_is_loaded_by_the_api() -> None:
     """Otherwise libraries that the API does not import would count as its foundation."""
-    foundation = _after_import(FOUNDATION, "sorted(sys.modules)")
-    assert _after_import("app.main", f"sorted(set({foundation!r}) - set(sys.modules))") == []
+    assert sorted(_loaded_by(FOUNDATION) - _loaded_by("app.main")) == []
 
 
 def test_only_the_settings_read_the_environment() -> None:

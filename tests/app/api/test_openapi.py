@@ -16,11 +16,20 @@ from app.main import create_app
 from tests.factories import Trainer, make_experiment, make_model
 from tests.server import ApiServer
 
-DOCUMENT = create_app(
-    Settings(database_url="postgresql://nobody@localhost/none", redis_url="redis://localhost")
-).openapi()
-OPERATIONS = [(method, path) for path, item in DOCUMENT["paths"].items() for method in item]
 _ID = re.compile(r"\b(exp|ds|run|ckpt)_[0-9a-z]{26}\b")
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    settings = Settings(database_url="postgresql://nobody@localhost/none", redis_url="redis://localhost")
+    return create_app(settings).openapi()
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Method, path and description of each call."""
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield method, path, operation
 
 
 @pytest.fixture(scope="module")
@@ -70,46 +79,55 @@ class Things:
         return json.loads(_ID.sub(lambda found: ids[found[1]](), json.dumps(value)))
 
 
-def _example(content: dict[str, Any]) -> Any:
+def _example(document: dict[str, Any], content: dict[str, Any]) -> Any:
     if "example" in content:
         return content["example"]
     for option in content["schema"].get("anyOf", [content["schema"]]):
         name = option.get("$ref", "").rpartition("/")[2]
-        if "example" in DOCUMENT["components"]["schemas"].get(name, option):
-            return DOCUMENT["components"]["schemas"].get(name, option)["example"]
+        schema = document["components"]["schemas"].get(name, option)
+        if "example" in schema:
+            return schema["example"]
     return None
 
 
-@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
-def test_what_a_call_takes_and_answers_has_an_example(method: str, path: str) -> None:
-    operation = DOCUMENT["paths"][path][method]
-    assert operation.get("summary") or operation.get("description")
-    contents = operation.get("requestBody", {}).get("content", {})
-    lacking = [kind for kind, content in contents.items() if _example(content) is None]
-    for status, response in operation["responses"].items():
-        if status < "300":
-            answered = response.get("content", {}).get("application/json")
-            if answered is not None and _example(answered) is None:
-                lacking.append(status)
-    for parameter in operation.get("parameters", []):
-        if parameter["required"] and parameter["in"] == "query" and not parameter["schema"].get("examples"):
-            lacking.append(parameter["name"])
-    assert lacking == []
+def test_what_a_call_takes_and_answers_has_an_example(document: dict[str, Any], subtests: pytest.Subtests) -> None:
+    for method, path, operation in operations(document):
+        with subtests.test(method=method, path=path):
+            assert operation.get("summary") or operation.get("description")
+            contents = operation.get("requestBody", {}).get("content", {})
+            lacking = [kind for kind, content in contents.items() if _example(document, content) is None]
+            for status, response in operation["responses"].items():
+                if status < "300":
+                    answered = response.get("content", {}).get("application/json")
+                    if answered is not None and _example(document, answered) is None:
+                        lacking.append(status)
+            for parameter in operation.get("parameters", []):
+                if parameter["required"] and parameter["in"] == "query" and not parameter["schema"].get("examples"):
+                    lacking.append(parameter["name"])
+            assert lacking == []
 
 
-@pytest.fixture(scope="module")
-def read_only(shared_api: ApiServer, engine: Engine) -> Things:
-    """What the calls that change nothing share."""
-    return Things(shared_api, engine)
-
-
-@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
 def test_the_example_of_a_call_is_answered_with_success(
-    shared_api: ApiServer, engine: Engine, read_only: Things, method: str, path: str
+    shared_api: ApiServer, engine: Engine, document: dict[str, Any], subtests: pytest.Subtests
 ) -> None:
-    operation = DOCUMENT["paths"][path][method]
-    changes_nothing = method == "get" and not path.endswith(("/postmortem", "/secrets")) and "/actions" not in path
-    things = read_only if changes_nothing else Things(shared_api, engine)
+    read_only = Things(shared_api, engine)
+    for method, path, operation in operations(document):
+        with subtests.test(method=method, path=path):
+            _send_example(shared_api, engine, document, read_only, method, path, operation)
+
+
+def _send_example(
+    shared_api: ApiServer,
+    engine: Engine,
+    document: dict[str, Any],
+    read_only: Things,
+    method: str,
+    path: str,
+    operation: dict[str, Any],
+) -> None:
+    """Send the example of a call and check the answer; calls that change none of them share `read_only`."""
+    reads = method == "get" and not path.endswith(("/postmortem", "/secrets")) and "/actions" not in path
+    things = read_only if reads else Things(shared_api, engine)
     if method == "delete" and "dataset" in path:
         unused = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a"}\n')})
         things.dataset = unused.json()["id"]
@@ -154,7 +172,9 @@ def test_the_example_of_a_call_is_answered_with_success(
         files = {"file": ("rows.jsonl", fields.pop("file").encode())}
         answer = shared_api.client.request(method, address, files=files, data=fields)
     elif "application/json" in contents:
-        answer = shared_api.client.request(method, address, json=things.fill(_example(contents["application/json"])))
+        answer = shared_api.client.request(
+            method, address, json=things.fill(_example(document, contents["application/json"]))
+        )
     else:
         answer = shared_api.client.request(method, address, params=query)
     assert 200 <= answer.status_code < 300, answer.text

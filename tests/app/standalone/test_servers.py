@@ -76,24 +76,27 @@ class WithCluster:
         return home
 
 
+@pytest.fixture(scope="class")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServers]:
+    """Servers of a new home, which were started once, for tests that only look at them."""
+    servers = EmbeddedServers(tmp_path_factory.mktemp("first") / "home", durable=False)
+    servers.start()
+    yield servers
+    servers.stop()
+
+
 class TestFirstStart:
-    def test_first_start_serves_postgres_18_in_utf8_and_valkey_9(self, make: Make) -> None:
-        servers = make()
-        servers.start()
+    def test_first_start_serves_postgres_18_in_utf8_and_valkey_9(self, servers: EmbeddedServers) -> None:
         assert str(ask(servers, "SHOW server_version")).startswith("18.")
         assert ask(servers, "SHOW server_encoding") == "UTF8"
         assert ask(servers, "SHOW dynamic_shared_memory_type") == "mmap", "a container has little /dev/shm"
         with redis.Redis.from_url(servers.redis_url or "") as client:
             assert client.info("server")["valkey_version"].startswith("9.")
 
-    def test_the_role_of_the_service_is_no_superuser(self, make: Make) -> None:
-        servers = make()
-        servers.start()
+    def test_the_role_of_the_service_is_no_superuser(self, servers: EmbeddedServers) -> None:
         assert ask(servers, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") is False
 
-    def test_neither_server_lets_anybody_in_without_its_password(self, make: Make) -> None:
-        servers = make()
-        servers.start()
+    def test_neither_server_lets_anybody_in_without_its_password(self, servers: EmbeddedServers) -> None:
         for wrong in ("", "guess"):
             url = make_url(servers.database_url or "").set(password=wrong)
             with pytest.raises(psycopg.OperationalError, match="password"):
@@ -103,7 +106,8 @@ class TestFirstStart:
             unrelated.ping()
 
     def test_both_listen_on_sockets_that_no_other_user_reaches_and_on_no_port(self, make: Make, home: Path) -> None:
-        (home / "sockets").mkdir(parents=True, mode=0o755)
+        clusters.copy_to(home)
+        (home / "sockets").mkdir(mode=0o755)
         servers = make()
         servers.start()
         sockets = {path.name: path.stat() for path in (home / "sockets").iterdir() if path.is_socket()}
@@ -153,9 +157,8 @@ class TestFirstStart:
         finally:
             servers.stop()
 
-    def test_what_holds_a_password_is_for_its_owner_only(self, make: Make, home: Path) -> None:
-        servers = make()
-        servers.start()
+    def test_what_holds_a_password_is_for_its_owner_only(self, servers: EmbeddedServers) -> None:
+        home = servers.home
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         for name in ("secrets.json", "embedded.json", "valkey/valkey.conf"):
             assert stat.S_IMODE((home / name).stat().st_mode) == 0o600, name

@@ -29,7 +29,24 @@ from tests.waiting import eventually
 
 @pytest.fixture
 def run(shared_api: ApiServer) -> str:
-    """A completed run with three files, one of them in a folder."""
+    return completed_run(shared_api)
+
+
+@pytest.fixture(scope="module")
+def run_beside_secrets(shared_api: ApiServer) -> str:
+    """A completed run with secret files beside its output, and links to them in it."""
+    run_id = completed_run(shared_api)
+    storage = Storage(shared_api.settings)
+    storage.journal_path(run_id).write_text("secret")
+    output = storage.output_dir(run_id, 1)
+    (output.parent / "journal.jsonl").write_text("secret")
+    (output / "link").symlink_to(storage.journal_path(run_id))
+    (output / "folder").symlink_to(storage.run_dir(run_id))
+    return run_id
+
+
+def completed_run(shared_api: ApiServer) -> str:
+    """Complete a run with three files, one of them in a folder; return its id."""
     engine = sync_engine(shared_api.settings.database_url or "", pool_size=0)
     run_id: str = Trainer(engine, add_run(engine).id).begin().complete().run_id
     output = Storage(shared_api.settings).output_dir(run_id, 1)
@@ -190,16 +207,12 @@ def test_an_unknown_run_is_404(shared_api: ApiServer) -> None:
         ".", "..", "README.md/../../../journal.jsonl", "link", "folder/journal.jsonl", "x" * 5000,
     ],
 )  # fmt: skip
-def test_nothing_but_a_file_of_the_output_is_ever_sent(shared_api: ApiServer, run: str, path: str) -> None:
+def test_nothing_but_a_file_of_the_output_is_ever_sent(
+    shared_api: ApiServer, run_beside_secrets: str, path: str
+) -> None:
     """Sent raw, as a client's own normalisation would hide the attack."""
-    storage = Storage(shared_api.settings)
-    storage.journal_path(run).write_text("secret")
-    output = storage.output_dir(run, 1)
-    (output.parent / "journal.jsonl").write_text("secret")
-    (output / "link").symlink_to(storage.journal_path(run))
-    (output / "folder").symlink_to(storage.run_dir(run))
     request = (
-        f"GET /v1/runs/{run}/artifacts/{path} HTTP/1.1\r\nHost: localhost\r\n"
+        f"GET /v1/runs/{run_beside_secrets}/artifacts/{path} HTTP/1.1\r\nHost: localhost\r\n"
         f"Authorization: Bearer {shared_api.key}\r\nConnection: close\r\n\r\n"
     )
     answer = _raw(shared_api, request.encode())
