@@ -249,8 +249,8 @@ async def test_the_row_of_a_refused_upload_is_released_at_once(tmp_path: Path) -
         settings = Settings(home=tmp_path)
         await receive_upload("multipart/form-data; boundary=x", pieces(), tmp_path, settings, no_tokenizer)
     frames = [frame for frame, _ in traceback.walk_tb(refused.tb)]
-    assert {frame.f_code.co_name for frame in frames} >= {"receive", "end"}
-    assert not {"_take", "_end_record"} & {frame.f_code.co_name for frame in frames}
+    assert {frame.f_code.co_name for frame in frames} >= {"receive_upload", "end_body"}
+    assert not {"_take_record", "_end_record"} & {frame.f_code.co_name for frame in frames}
     assert refused.value.__context__ is None
 
 
