@@ -45,8 +45,8 @@ class KeyVerifier:
     async def has_valid(self, table: type[ApiKey | Token], token: str) -> bool:
         """Return True if a valid key, or a session or ticket, has this value.
 
-        Unlike `verify`, any number of calls costs one query a second: for addresses that have sent many wrong values. A
-        value that was created less than a second ago may be unknown.
+        Unlike `verify_key`, any number of calls costs one query a second: for addresses that have sent many wrong
+        values. A value that was created less than a second ago may be unknown.
         """
         digest = digest_of(token)
         async with self._digests_turn:

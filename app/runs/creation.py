@@ -84,7 +84,7 @@ async def create_run(
 async def check_request(
     session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate, caller_id: str
 ) -> RunCheck:
-    """Validate a request as `create` does, without creating anything, and warn if the run could not start."""
+    """Validate a request as `create_run` does, without creating anything, and warn if the run could not start."""
     wrong_rewards = await reward_problems(settings, request.config)
     validation, _ = await _validate_and_warn(session, settings, storage, request, wrong_rewards, caller_id)
     return RunCheck(

@@ -38,7 +38,8 @@ _IS_MIGRATED = text("SELECT to_regclass('alembic_version') IS NOT NULL")
 _CURRENT = text("SELECT version_num FROM alembic_version")
 
 
-# `head` and `current` avoid importing Alembic, which would take a tenth of the startup of every API and worker.
+# `needed_revision` and `current_revision` avoid importing Alembic, which would take a tenth of the startup of every API
+# and worker.
 def needed_revision() -> str:
     """Return the revision that this version of the code needs: the highest file number."""
     return max(file.name[:4] for folder in VERSIONS for file in folder.glob("[0-9]*.py"))
