@@ -138,12 +138,14 @@ class TestADataset:
             answer = stored.client.get(f"{path}/{call}")
             assert (answer.status_code, answer.json()["code"]) == (409, "content_corrupt"), call
 
-    def test_goes_with_its_row(self, stored: ApiServer, share: Path) -> None:
+    def test_dataset_is_deleted_from_the_store_with_its_row(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)
         assert stored.client.delete(f"/v1/datasets/{dataset['id']}").status_code == 204
         eventually(lambda: "data.jsonl" not in [name for _, _, files in os.walk(share / "datasets") for name in files])
 
-    async def test_without_a_row_is_put_aside_and_later_removed(self, stored: ApiServer, engine: Engine) -> None:
+    async def test_dataset_without_a_row_is_moved_aside_and_later_removed(
+        self, stored: ApiServer, engine: Engine
+    ) -> None:
         known, orphan = upload(stored)["id"], upload(stored)["id"]
         with engine.begin() as connection:
             connection.execute(Dataset.__table__.delete().where(Dataset.id == orphan))
@@ -363,7 +365,7 @@ class TestAnOutput:
         )
 
     @pytest.mark.parametrize("name", ["../metrics.jsonl", "..%2F..%2Fa1%2Fjob.json", "%2Fetc%2Fpasswd", "link", "x"])
-    def test_leads_to_no_other_file(self, stored: ApiServer, done: Done, name: str) -> None:
+    def test_output_path_reaches_no_other_file(self, stored: ApiServer, done: Done, name: str) -> None:
         assert stored.client.get(f"/v1/runs/{done.id}/artifacts/{name}").status_code == 404
 
     def test_output_with_a_changed_manifest_is_refused(self, stored: ApiServer, done: Done, share: Path) -> None:
@@ -417,7 +419,9 @@ class TestAnOutput:
         with tarfile.open(fileobj=io.BytesIO(stored.client.get(path).content)) as tar:
             assert sorted(name.split("/")[1] for name in tar.getnames()) == ["manifest.json", "weights"]
 
-    async def test_goes_with_its_run(self, stored: ApiServer, done: Done, share: Path, engine: Engine) -> None:
+    async def test_output_is_deleted_from_the_store_with_its_run(
+        self, stored: ApiServer, done: Done, share: Path, engine: Engine
+    ) -> None:
         assert stored.client.delete(f"/v1/runs/{done.id}").status_code == 204
         sessions = session_maker(stored_engine(stored))
         await deletion.delete_remaining_data(sessions, Storage.shared(stored.settings))

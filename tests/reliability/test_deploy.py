@@ -213,14 +213,14 @@ class TestRules:
             'op.execute("CREATE INDEX ix ON runs (name)")',
         ],
     )
-    def test_what_breaks_old_replicas_is_found(self, statement: str) -> None:
+    def test_migration_that_breaks_old_replicas_is_reported(self, statement: str) -> None:
         source = f"def upgrade():\n    {statement}\n"
         assert breaking(source)
         assert not reason(source)
         assert reason(f'BREAKS_OLD_REPLICAS = "no version since 0.3 reads it"\n{source}')
 
     @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-    def test_what_only_adds_is_not(self, source: str) -> None:
+    def test_additive_migration_is_not_reported(self, source: str) -> None:
         assert breaking(source) == []
         operations = (
             'op.create_table("t", sa.Column("x", sa.Text(), nullable=False))\n    op.create_index("ix", "t", ["x"])'

@@ -242,7 +242,7 @@ class TestDrain:
         shown = stack.run(run_id)
         assert (shown["status"], shown["attempt"]) == ("completed", 1), shown["error_message"]
 
-    def test_what_still_runs_after_the_timeout_is_saved_and_released(self, stack: Stack) -> None:
+    def test_drain_timeout_saves_and_releases_active_runs(self, stack: Stack) -> None:
         worker = stack.add_worker()
         run_id = stack.create({"steps": 100_000})
         stack.until_step(run_id, 3)

@@ -64,7 +64,7 @@ class TestAnAnswer:
 
 
 class TestAHint:
-    def test_comes_when_its_run_can_be_claimed(
+    def test_workers_are_woken_after_the_run_can_be_claimed(
         self, api: ApiServer, engine: Engine, dataset_id: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         runs_seen = seen_at_calls(monkeypatch, "wake_workers", lambda *_: count_runs(engine))

@@ -110,7 +110,7 @@ def test_every_wrong_field_is_named_at_once(shared_api: ApiServer) -> None:
         ),
     ],
 )
-def test_what_is_wrong_with_a_field_is_a_sentence_of_ours(shared_api: ApiServer, body: Any, message: str) -> None:
+def test_field_error_is_a_plain_sentence(shared_api: ApiServer, body: Any, message: str) -> None:
     errors = _check(shared_api.client.post("/v1/runs", json=body), 422, "invalid_request")["errors"]
     assert [item["message"] for item in errors] == [message]
 
@@ -336,7 +336,7 @@ def test_unrelated_failures_are_not_reported_as_unavailable(error: Exception) ->
     assert errors.as_api_error(error) is None
 
 
-def test_what_comes_from_outside_is_cleaned_before_it_is_sent_back() -> None:
+def test_text_of_a_request_is_cleaned_before_it_is_returned() -> None:
     error = ApiError(422, "x", "a\x1b[31mb\ud800", [FieldError(field="f\n" * 500, code="c", message="m" * 5000)])
     body = json.loads(bytes(errors.problem_response({"type": "http"}, error).body))
     assert body["detail"] == "a�[31mb�"

@@ -90,7 +90,7 @@ def _example(document: dict[str, Any], content: dict[str, Any]) -> Any:
     return None
 
 
-def test_what_a_call_takes_and_answers_has_an_example(document: dict[str, Any], subtests: pytest.Subtests) -> None:
+def test_every_request_and_response_body_has_an_example(document: dict[str, Any], subtests: pytest.Subtests) -> None:
     for method, path, operation in operations(document):
         with subtests.test(method=method, path=path):
             assert operation.get("summary") or operation.get("description")

@@ -44,7 +44,7 @@ def test_a_key_is_shown_once_and_works_until_it_is_revoked(api: ApiServer) -> No
         ({"name": "x", "max_devices": 1_000_001}, "max_devices"), ({"name": "x", "max_devices": True}, "max_devices"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(shared_api: ApiServer, body: object, field: str) -> None:
+def test_invalid_key_request_is_refused(shared_api: ApiServer, body: object, field: str) -> None:
     answer = shared_api.client.post("/v1/keys", json=body)
     assert answer.status_code == 422 and [one["field"] for one in answer.json()["errors"]] == [field]
 

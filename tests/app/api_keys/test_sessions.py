@@ -84,7 +84,7 @@ class TestSession:
         assert name == f"__Host-anneal_session_{shared_api.port}" and "Secure" in login.headers["set-cookie"]
         assert session.status_code == 200
 
-    def test_changes_things_from_its_own_page_only(self, shared_api: ApiServer, browser: httpx.Client) -> None:
+    def test_session_changes_things_from_its_own_page_only(self, shared_api: ApiServer, browser: httpx.Client) -> None:
         def change(**headers: str | None) -> httpx.Response:
             sent = {name: value for name, value in {**browser.headers, **headers}.items() if value is not None}
             with httpx.Client(base_url=shared_api.url, headers=sent, cookies=browser.cookies) as client:
@@ -156,7 +156,9 @@ class TestSession:
             "{name}={key}", "{name}={link}", "{name}={token}x", "{other}={token}",
         ],
     )  # fmt: skip
-    def test_nothing_else_in_a_cookie_is_one(self, shared_api: ApiServer, browser: httpx.Client, cookie: str) -> None:
+    def test_cookie_with_another_value_is_no_session(
+        self, shared_api: ApiServer, browser: httpx.Client, cookie: str
+    ) -> None:
         ((name, token),) = browser.cookies.items()
         link = browser.post("/v1/session/links").json()["url"].partition("#")[2]
         other = name.replace(str(shared_api.port), "1")
@@ -317,7 +319,7 @@ class TestTicket:
         assert (unknown.status_code, code(unknown)) == (404, "run_not_found")
 
     @pytest.mark.parametrize("end", ["expired", "revoked"])
-    def test_ends_with_its_time_and_its_key(self, shared_api: ApiServer, end: str) -> None:
+    def test_ticket_ends_with_its_key_and_at_its_expiry(self, shared_api: ApiServer, end: str) -> None:
         assert isinstance(shared_api, ThreadServer)
         with shared_api.client_with(shared_api.key_with(["read"])) as holder:
             ticket = holder.post("/v1/stream-tickets").json()["ticket"]

@@ -128,7 +128,7 @@ def unwritable(api: ApiServer, settings: Settings) -> Iterator[ApiServer]:
     yield api
 
 
-def test_what_cannot_be_written_down_does_not_happen(unwritable: ApiServer, settings: Settings) -> None:
+def test_change_that_cannot_be_audited_is_rolled_back(unwritable: ApiServer, settings: Settings) -> None:
     client = unwritable.client
     (experiment,) = client.get("/v1/experiments").json()["data"]
     (dataset,) = client.get("/v1/datasets").json()["data"]

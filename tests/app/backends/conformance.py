@@ -71,7 +71,7 @@ class Conformance:
         assert set(can.supported_methods) <= set(TrainingMethod)
         assert can.supports_local or can.supports_remote
 
-    async def test_finds_nothing_wrong_with_a_good_configuration(self, backend: CeleryBackend) -> None:
+    async def test_valid_configuration_has_no_problems(self, backend: CeleryBackend) -> None:
         assert await backend.validate_config(self.config) == []
 
     async def test_backend_reports_all_problems_with_field_code_and_message(self, backend: CeleryBackend) -> None:

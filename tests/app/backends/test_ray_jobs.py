@@ -94,7 +94,7 @@ class TestSubmission:
         assert code == "ray_placing" and "2 free GPUs" in message and job(run_id) in message
         assert [kind for _, kind, _, _ in events_of(engine, run_id)] == ["status", "pending"]
 
-    async def test_nothing_secret_is_part_of_a_job(
+    async def test_job_contains_no_secret(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, settings: Settings
     ) -> None:
         add(engine)
@@ -194,7 +194,7 @@ class TestSubmission:
         assert await api.get_job("anneal-run-1") is None
         await api.close()
 
-    async def test_only_some_jobs_wait_at_a_time_those_of_higher_priority_first(
+    async def test_number_of_waiting_jobs_is_limited_and_higher_priority_is_first(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(ray_jobs, "_MOST_WAITING", 2)
@@ -365,7 +365,7 @@ class TestNodes:
         assert code == "ray_no_node" and "there are none" in message and "`resources.kind`" in message
 
     @pytest.mark.parametrize("nodes", [None, [{"state": "ALIVE"}], "none"])
-    async def test_without_a_list_that_is_understood_the_run_waits_for_its_place(
+    async def test_unreadable_node_list_lets_the_run_wait_for_its_place(
         self, jobs: RayJobs, ray: RayServer, engine: Engine, nodes: Any
     ) -> None:
         run_id = add(engine)
@@ -662,7 +662,7 @@ class TestWorkersOfOtherBackends:
         await own.dispose()
         assert (hints, explained) == (0, []) and run_row(engine, run_id).pending_reason is None
 
-    async def test_without_a_url_a_run_that_waits_says_so(self, settings: Settings, engine: Engine) -> None:
+    async def test_waiting_ray_run_without_url_reports_it(self, settings: Settings, engine: Engine) -> None:
         run_id = add(engine)
         async for loop in loop_of(settings.model_copy(update={"ray_url": None})):
             await loop.do_round()

@@ -31,7 +31,7 @@ def code_of(settings: Settings, storage: Storage, name: str, output_attempt: int
 
 
 class TestLocate:
-    def test_finds_a_folder_below_the_models_root(self, settings: Settings, storage: Storage) -> None:
+    def test_folder_below_the_models_root_is_located(self, settings: Settings, storage: Storage) -> None:
         for name, file in (
             ("tiny", "config.json"),
             ("org/adapter", "adapter_config.json"),
@@ -72,14 +72,14 @@ class TestLocate:
         (folder / "adapter_config.json").write_text("{}")
         assert locate_model(settings, storage, run_id, 2)["path"] == str(folder)
 
-    def test_what_is_no_model_is_refused(self, settings: Settings, storage: Storage) -> None:
+    def test_folder_without_a_model_is_refused(self, settings: Settings, storage: Storage) -> None:
         make_model(settings, "org/empty", "notes.txt")
         assert code_of(settings, storage, "org/empty") == "not_a_model"
         for name in ("nowhere", "a/b/c", "run_short"):
             assert code_of(settings, storage, name) == "model_not_found"
 
     @pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/etc", "a//b", "a\0b", "a\\b", "", "./a", "a/."])
-    def test_nothing_outside_the_models_root_is_reached(self, settings: Settings, storage: Storage, name: str) -> None:
+    def test_path_outside_the_models_root_is_refused(self, settings: Settings, storage: Storage, name: str) -> None:
         assert code_of(settings, storage, name) == "outside_models_root"
 
     def test_a_link_out_of_the_models_root_is_refused(
@@ -130,7 +130,7 @@ class TestLocate:
         with pytest.raises(ValueError, match=r"extra_model_roots|EXTRA_MODEL_ROOTS"):
             Settings(home=tmp_path, extra_model_roots=roots.format(home=tmp_path))
 
-    def test_without_leave_nothing_comes_from_the_hub(self, tmp_path: Path, storage: Storage) -> None:
+    def test_hub_model_is_refused_if_the_hub_is_not_allowed(self, tmp_path: Path, storage: Storage) -> None:
         closed = Settings(home=tmp_path, allow_hub=False)
         assert code_of(closed, storage, "org/model") == "hub_not_allowed"
         folder = make_model(closed, "org/model")

@@ -73,7 +73,7 @@ def test_export_and_import_report_what_they_did_and_print_the_file(
     assert again["added"] == {"experiments": 0, "datasets": 0, "runs": 0} and again["present"]["runs"] == 1
 
 
-def test_what_is_wrong_is_one_sentence(settings: Settings, tmp_path: Path) -> None:
+def test_error_of_a_data_command_is_one_sentence(settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for arguments, part in (
         (("restore", str(tmp_path)), "contains no complete backup"),
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_one_sentence(settings: Settings, tmp_path: Path) -> No
         assert "The database does not answer" in refused(anneal(*command, **unreachable))
 
 
-def test_nothing_starts_on_a_restore_that_was_interrupted(settings: Settings) -> None:
+def test_service_does_not_start_on_an_interrupted_restore(settings: Settings) -> None:
     settings.storage_root.mkdir(parents=True)
     (settings.storage_root / ".restoring.json").write_text('{"backup": "/backups/1"}')
     place = {**variables(settings), "ANNEAL_REDIS_URL": settings.redis_url or ""}

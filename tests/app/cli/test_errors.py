@@ -18,7 +18,7 @@ from tests.http_server import serving
 from tests.nodes import ROOT
 
 
-def test_without_a_service_the_next_step_is_reported(tmp_path: Path) -> None:
+def test_error_without_a_service_names_the_next_step(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["runs", "list"], env={"ANNEAL_HOME": str(tmp_path)})
     assert result.exit_code == 1
     (sentence,) = result.stderr.splitlines()
@@ -90,6 +90,6 @@ def test_a_file_that_is_not_there_is_reported(anneal: Anneal) -> None:
     assert "none.yaml: No such file" in anneal("runs", "create", "-f", "none.yaml", code=1).stderr
 
 
-def test_what_is_not_understood_has_another_code(anneal: Anneal) -> None:
+def test_usage_error_has_another_exit_code(anneal: Anneal) -> None:
     anneal("runs", "list", "--limit", "none", code=2)
     anneal("runs", "none", code=2)

@@ -43,7 +43,7 @@ def test_there_are_many_commands() -> None:
     assert named | {"workers list", "datasets content"} <= {" ".join(command) for command in commands()}
 
 
-def test_without_a_command_they_are_listed() -> None:
+def test_command_without_arguments_lists_commands() -> None:
     result = CliRunner().invoke(cli, [])
     assert all(re.search(rf"^  {command[0]} ", result.output, re.MULTILINE) for command in commands()), result.output
 
@@ -82,7 +82,7 @@ def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> Non
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=" ".join)
-def test_what_answers_something_answers_it_as_json_too(command: tuple[str, ...]) -> None:
+def test_every_command_with_output_has_json(command: tuple[str, ...]) -> None:
     # Programs, and what is JSON anyway.
     others = {("up",), ("api",), ("worker",), ("demo",), ("storage", "copy"), ("datasets", "content")}
     assert ("--json" in CliRunner().invoke(cli, [*command, "--help"]).stdout) is (command not in others)

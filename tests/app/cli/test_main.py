@@ -75,7 +75,7 @@ class TestSecrets:
         assert [call["route"] for call in calls["data"]] == ["secrets delete"] and calls["has_more"] is True
         assert "There is no secret hf_token" in refused(anneal("secrets", "delete", "hf_token", **servers))
 
-    def test_what_cannot_be_a_secret_is_reported_without_it(self, servers: dict[str, str]) -> None:
+    def test_invalid_secret_is_refused_without_showing_it(self, servers: dict[str, str]) -> None:
         reported = refused(anneal("secrets", "set", "hf_token", input="my secret of two words", **servers))
         assert "visible ASCII" in reported and "words" not in reported
         assert "lowercase letters" in refused(anneal("secrets", "set", "HF", input=TOKEN, **servers))
@@ -184,7 +184,7 @@ class TestMigrate:
 
 class TestSentences:
     @pytest.mark.parametrize("command", ["api", "worker", "migrate", "keys list"])
-    def test_without_any_server_the_next_step_is_reported(self, command: str, tmp_path: Path) -> None:
+    def test_command_without_servers_names_the_next_step(self, command: str, tmp_path: Path) -> None:
         sentence = refused(programs.anneal(*command.split(), ANNEAL_HOME=str(tmp_path)))
         assert "start `anneal up` first or set ANNEAL_DATABASE_URL" in sentence
 

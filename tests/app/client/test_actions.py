@@ -74,7 +74,7 @@ class TestFromAShell:
         assert max(map(len, anneal("actions", "list", trainer.run_id).stdout.splitlines())) < 250
         assert "x" * 3000 in anneal("actions", "list", trainer.run_id, "--json").stdout
 
-    def test_what_is_refused_is_reported_with_code_1(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_refused_action_exits_with_code_1(self, anneal: Anneal, trainer: Trainer) -> None:
         worker = threading.Thread(target=answer, args=(trainer, "refused", "It has 400 steps already."))
         worker.start()
         shown = anneal("actions", "extend", "--max-steps", "300", "--wait", trainer.run_id, code=1).stdout
@@ -83,7 +83,7 @@ class TestFromAShell:
         assert "no evaluation data" in anneal("actions", "evaluate", trainer.run_id, code=1).stderr
         assert "--epochs" in anneal("actions", "extend", trainer.run_id, code=2).stderr
 
-    def test_without_waiting_its_id_is_printed(self, anneal: Anneal, trainer: Trainer) -> None:
+    def test_action_without_wait_prints_its_id(self, anneal: Anneal, trainer: Trainer) -> None:
         for words in (["checkpoint", "--pin", trainer.run_id], ["set-learning-rate", trainer.run_id, "1e-4"]):
             action_id = anneal("actions", *words).stdout.strip()
             assert "waiting" in anneal("actions", "show", trainer.run_id, action_id).stdout

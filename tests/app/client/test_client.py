@@ -56,7 +56,7 @@ def body(dataset_id: str, **more: Any) -> dict[str, Any]:
 
 
 class TestCalls:
-    def test_what_is_uploaded_can_be_listed_and_shown(self, client: Anneal, tmp_path: Path) -> None:
+    def test_uploaded_dataset_is_listed_and_shown(self, client: Anneal, tmp_path: Path) -> None:
         file = tmp_path / "rows.jsonl"
         file.write_bytes(ROWS)
         reported: list[int] = []
@@ -95,7 +95,7 @@ class TestCalls:
         assert client.runs.create(body(dataset_id), idempotency_key="once").id == first.id
         assert client.runs.create(body(dataset_id)).id != first.id
 
-    def test_only_what_is_given_goes_over_the_wire(self, client: Anneal, engine: Engine) -> None:
+    def test_arguments_left_out_are_not_sent(self, client: Anneal, engine: Engine) -> None:
         check = client.runs.validate(body(make_dataset(engine), config={"base_model": "any", "lora_r": 4}))
         assert check.valid and check.effective_config is not None
         assert check.effective_config["lora_r"] == 4
@@ -109,7 +109,7 @@ class TestCalls:
         with pytest.raises(AnnealError, match=r"with `client\.runs\.list\(\)`"):
             client.runs.get("run_none")
 
-    def test_changes_name_only_what_changes(self, client: Anneal, engine: Engine) -> None:
+    def test_update_sends_only_changed_fields(self, client: Anneal, engine: Engine) -> None:
         run = client.runs.create(body(make_dataset(engine), name="first", tags=["a"]))
         assert client.runs.update(run.id, name="better").tags == ["a"]
         assert client.runs.update(run.id, tags=[], pinned=True).name == "better"
@@ -130,7 +130,7 @@ class TestCalls:
         changed = client.keys.update(key.id, max_devices=None)
         assert (changed.name, changed.max_devices) == ("tower", None)
 
-    def test_what_is_deleted_is_gone(self, client: Anneal) -> None:
+    def test_deleted_resources_are_404(self, client: Anneal) -> None:
         dataset = client.datasets.upload(ROWS)
         assert b"".join(client.datasets.content(dataset.id)) == ROWS
         experiment = client.experiments.create("short")
@@ -215,7 +215,7 @@ class TestConnection:
     def settings(self, home: Path, **values: str) -> ClientSettings:
         return ClientSettings(home=home, **values)  # type: ignore[arg-type]
 
-    def test_what_is_given_wins_over_the_environment_and_that_over_the_local_service(self, tmp_path: Path) -> None:
+    def test_arguments_override_the_environment_and_that_the_local_service(self, tmp_path: Path) -> None:
         local = {"url": "http://127.0.0.1:1", "api_key": "anneal_local", "pids": {}}
         write_private_json(tmp_path / "connection.json", local)
         with HomeLock(tmp_path):
@@ -361,7 +361,7 @@ class TestTryingAgain:
             failing.experiments.create("once")
         assert len(Failing.requests) == 1
 
-    def test_what_may_have_happened_is_not_done_twice(self, failing: Anneal) -> None:
+    def test_request_that_may_have_succeeded_is_not_repeated(self, failing: Anneal) -> None:
         Failing.answers = [BROKEN, EMPTY]
         with pytest.raises(AnnealError, match="may or may not have been executed"):
             failing.experiments.create("once")

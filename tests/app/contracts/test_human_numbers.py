@@ -96,7 +96,7 @@ def test_a_size_without_a_unit_is_in_the_unit_of_its_field(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["80G i", "Gi", "80Xi", "-1Gi", "80Gi5", "1e9Gi", ""])
-def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+def test_invalid_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValidationError, match=r"such as .*80Gi"):
         ResourceRequest.model_validate({"memory_mb": text})
 
@@ -165,7 +165,7 @@ def test_a_bad_count_is_one_clear_problem() -> None:
         "1_000k",
     ],
 )
-def test_what_is_no_count_is_none(text: str) -> None:
+def test_invalid_count_is_refused(text: str) -> None:
     assert [refused[:2] for refused in sentences(max_steps=text)] == [("max_steps", "bad_count")]
 
 

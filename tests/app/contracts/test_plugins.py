@@ -104,7 +104,7 @@ def test_no_one_is_refused_where_no_worker_reports(check: Any, engine: Engine) -
         ({}, {"chat_template": ["{{ x }}"]}, ("config.chat_template", "wrong_type")),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_plugin_fields_are_refused(
     check: Any, extra: dict[str, Any], more: dict[str, Any], wrong: tuple[str, str]
 ) -> None:
     assert wrong in errors(check(extra, **more))

@@ -47,7 +47,7 @@ def engine(settings: Settings) -> Engine:
 
 
 class TestContent:
-    def test_comes_back_as_it_is_kept(self, emptied: ApiServer) -> None:
+    def test_content_is_returned_as_stored(self, emptied: ApiServer) -> None:
         id = _made(emptied, name="my “data”.v2.csv", file_format="jsonl")
         answer = emptied.client.get(f"/v1/datasets/{id}/content")
         assert (answer.status_code, answer.content) == (200, CONTENT)
@@ -137,7 +137,7 @@ def test_the_list_is_filtered_by_a_part_of_the_name_and_by_format(emptied: ApiSe
 
 
 class TestIdempotencyKey:
-    def test_answers_the_same_dataset_again_and_keeps_one_file(self, emptied: ApiServer) -> None:
+    def test_repeated_idempotency_key_returns_the_same_dataset_with_one_file(self, emptied: ApiServer) -> None:
         first = upload(emptied, CONTENT, key="k1", name="a")
         again = upload(emptied, CONTENT, key="k1", name="a")
         assert (first.status_code, again.status_code) == (201, 201)

@@ -118,7 +118,7 @@ def test_tokens_are_counted_with_a_tokenizer_of_the_hub(shared_api: ApiServer, h
         ({"format": "chat"}, "train.jsonl line 1", "missing_column"),
     ],
 )
-def test_what_cannot_be_had_is_reported(
+def test_unavailable_hub_dataset_is_refused_with_the_reason(
     shared_api: ApiServer, hub: Hub, body: dict[str, Any], field: str, code: str
 ) -> None:
     hub.serve({"train.jsonl": lines({"text": "a"}), "train-2.jsonl": lines({"text": "a"})})

@@ -102,7 +102,7 @@ def test_a_repeated_request_makes_one_mix(shared_api: ApiServer) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_mix_is_refused(
     shared_api: ApiServer,
     monkeypatch: pytest.MonkeyPatch,
     sources: list[dict[str, Any]],
@@ -141,7 +141,7 @@ def test_the_sources_together_are_limited(shared_api: ApiServer, monkeypatch: py
     assert [(error["field"], error["code"]) for error in answer.json()["errors"]] == [("sources", "too_many_columns")]
 
 
-def test_only_a_few_are_written_at_a_time(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_mixes_written_at_a_time_is_limited(shared_api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = threading.BoundedSemaphore(1)
     monkeypatch.setattr("app.datasets.mix._slots", slots)
     monkeypatch.setattr("app.datasets.importer.SLOT_TIMEOUT_SECONDS", 0.2)

@@ -171,7 +171,7 @@ def test_a_folder_of_the_same_name_where_the_service_was_started_is_not_ours(
     counter.close()
 
 
-def test_only_so_many_processes_count_at_a_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_token_counting_processes_is_limited(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_slots", {})
     monkeypatch.setattr(sandbox, "MAX_PROCESSES", 1)
     monkeypatch.setattr(importer, "SLOT_TIMEOUT_SECONDS", 0.3)

@@ -89,7 +89,7 @@ def test_no_log_has_a_link_a_session_or_a_ticket(api: LoggingServer) -> None:
     assert [token for token in (link, ticket, cookie) if token in said or token[-43:] in said] == []
 
 
-def test_what_others_log_comes_in_the_same_form(api: LoggingServer) -> None:
+def test_library_logs_have_the_same_format(api: LoggingServer) -> None:
     """uvicorn's own lines too: all of the file but what `anneal api` prints for people."""
     api.record_of(api.client.get("/healthz"))
     loggers = {one["logger"] for one in api.records()}

@@ -179,7 +179,7 @@ class TestDeleteExperiment:
 class TestAtOnce:
     """Calls on what is being deleted wait for that, and then do not find it."""
 
-    def test_what_goes_meanwhile_is_not_there(self, shared_api: ApiServer, engine: Engine) -> None:
+    def test_resource_deleted_meanwhile_is_404(self, shared_api: ApiServer, engine: Engine) -> None:
         run_id = trained(shared_api, engine)
         path = f"/v1/runs/{run_id}"
         (saved,) = shared_api.client.get(f"{path}/checkpoints").json()["data"]

@@ -77,7 +77,7 @@ def test_extra_evaluation_sets_stay_with_a_run_and_those_that_resume_it(
 
 
 class TestCreate:
-    def test_answers_202_with_the_run_and_where_it_is(self, api: ApiServer, dataset: str) -> None:
+    def test_create_returns_202_with_the_run_and_its_location(self, api: ApiServer, dataset: str) -> None:
         answer = api.client.post("/v1/runs", json=body(dataset, name="first", tags=["a"], priority=7))
         run = answer.json()
         assert answer.status_code == 202
@@ -99,7 +99,7 @@ class TestCreate:
         assert row.requirements == {} and row.devices_needed == 1
         assert run["created_by"].startswith("key_")
 
-    def test_writes_the_first_event_with_the_run(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_create_stores_the_first_event_with_the_run(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         run = make_run(api.client, dataset)
         (event,) = events_of(engine, run["id"])
         assert (event.seq, event.type, event.data["from"], event.data["to"]) == (1, "status", None, "pending")
@@ -503,7 +503,7 @@ class TestStop:
         assert (answer.status_code, answer.json()["code"]) == (409, "run_has_ended")
         assert end in answer.json()["detail"]
 
-    def test_refuses_what_it_does_not_know(self, api: ApiServer, dataset: str) -> None:
+    def test_stop_with_invalid_fields_or_of_an_unknown_run_is_refused(self, api: ApiServer, dataset: str) -> None:
         run = make_run(api.client, dataset)
         for wrong in ({"save_checkpoint": "yes"}, {"save": True}, []):
             assert api.client.post(f"/v1/runs/{run['id']}/stop", json=wrong).status_code == 422

@@ -186,7 +186,9 @@ class TestRefusals:
         Trainer(engine, run_id).begin()
         assert "running" in resume(api, run_id).json()["detail"]
 
-    def test_without_a_checkpoint_it_says_how_to_start_over(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_resume_without_a_checkpoint_says_how_to_start_over(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
         parent, _ = stopped(api, engine, dataset)
         answer = resume(api, parent)
         assert refused(answer) == (409, "no_checkpoint")
@@ -234,7 +236,9 @@ class TestRefusals:
         assert {error["field"] for error in answer.json()["errors"]} == {"config.lora_r", "config.seed"}
         child_of(api, parent, config={"lora_r": 16, "seed": 42})
 
-    def test_changes_are_checked_like_any_configuration(self, api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_changes_on_resume_are_validated_like_any_configuration(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
         parent, _ = stopped(api, engine, dataset, 20)
         answer = resume(api, parent, config={"epochs": -1, "learning_rte": 1, "eval_steps": 5})
         assert answer.status_code == 422

@@ -160,7 +160,7 @@ class TestWithTheBestCheckpoint:
         for child in children:
             stop(shared_api, child["id"])
 
-    def test_without_any_it_is_a_stop_with_a_checkpoint_and_says_so(
+    def test_best_stop_without_a_best_checkpoint_saves_one_and_says_so(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         trainer.checkpoint(10)

@@ -354,7 +354,7 @@ class TestSentences:
 
 
 class TestResolvingUrls:
-    def test_without_servers_the_next_step_is_reported(self, home: Path) -> None:
+    def test_urls_without_servers_name_the_next_step(self, home: Path) -> None:
         with pytest.raises(SetupError, match="start `anneal up` first or set ANNEAL_DATABASE_URL"):
             resolve_urls(Settings(home=home))
 

@@ -95,6 +95,6 @@ def test_a_migration_that_fails_leaves_nothing(empty: Settings) -> None:
     assert _tables(empty) == {"checkpoints"}
 
 
-def test_without_a_database_there_is_a_sentence(empty: Settings) -> None:
+def test_migrate_without_a_database_reports_a_sentence(empty: Settings) -> None:
     with pytest.raises(ValueError, match="anneal up"):
         migrate.upgrade_schema(empty.model_copy(update={"database_url": None}))

@@ -112,7 +112,9 @@ class TestRuns:
 
 class TestCompare:
     @pytest.mark.full
-    def test_follows_runs_that_train(self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str) -> None:
+    def test_comparison_page_follows_training_runs(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
         first, second = (start(shared_api, engine, dataset, name=name) for name in ("one", "two"))
         for trainer in (first, second):
             steps(trainer, 1, 2)
@@ -265,7 +267,7 @@ class TestNewRun:
         page.reload()
         expect(page.locator("#field-name")).to_have_value("a copy")
 
-    def test_sends_what_was_typed_and_leads_to_what_is_wrong(
+    def test_new_run_form_sends_its_fields_and_shows_errors(
         self, page: Page, shared_api: ApiServer, engine: Engine, tolerated: list[str]
     ) -> None:
         tolerated.append("status of 422")

@@ -59,7 +59,7 @@ class TestSignIn:
         visitor.goto("/")
         expect(visitor.get_by_role("heading", name="Sign in")).to_be_visible()
 
-    def test_ends_with_its_key(self, visitor: Page, shared_api: ApiServer) -> None:
+    def test_sign_in_ends_with_its_key(self, visitor: Page, shared_api: ApiServer) -> None:
         assert isinstance(shared_api, ThreadServer)
         visitor.goto("/")
         visitor.get_by_label("API key").fill(shared_api.key_with(["read"]))

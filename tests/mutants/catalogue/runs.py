@@ -37,7 +37,7 @@ MUTANTS = (
                 "await self._queue.wake_workers()\n        if",
             ),
         ),
-        test=f"{_COMMIT_ORDER}::TestAHint::test_comes_when_its_run_can_be_claimed",
+        test=f"{_COMMIT_ORDER}::TestAHint::test_workers_are_woken_after_the_run_can_be_claimed",
     ),
     Mutant(
         name="stop-sent-before-commit",

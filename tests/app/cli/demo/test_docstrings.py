@@ -71,7 +71,7 @@ def test_a_chat_is_code_without_its_docstring_and_the_first_paragraph_of_it(libr
     assert read.code == "async def read(book, pages=3):\n    for page in book:\n        await page"
 
 
-def test_what_cannot_be_learned_from_is_left_out(library: Path) -> None:
+def test_unusable_docstrings_are_left_out(library: Path) -> None:
     names = {one.name for one in docstrings.read_definitions(library)}
 
     assert names == {
@@ -79,7 +79,7 @@ def test_what_cannot_be_learned_from_is_left_out(library: Path) -> None:
     }
 
 
-def test_nothing_occurs_twice(library: Path) -> None:
+def test_docstring_rows_are_distinct(library: Path) -> None:
     built = docstrings.read_split(library)
 
     assert sorted(one.name for one in [*built.training, *built.held_out]) == [

@@ -76,7 +76,7 @@ def test_runs_are_compared(anneal: Anneal, trainer: Trainer, run_file: Path) -> 
     assert json_of(anneal("runs", "list", "--sort", "best", "--json"))["data"][0]["id"] == trainer.run_id
 
 
-def test_what_is_pinned_cannot_be_deleted(anneal: Anneal, trainer: Trainer) -> None:
+def test_pinned_run_is_not_deleted_by_the_command(anneal: Anneal, trainer: Trainer) -> None:
     checkpoint_id = trainer.checkpoint(40)
     trainer.complete()
     assert anneal("runs", "pin", trainer.run_id).stderr == f"{trainer.run_id} is pinned.\n"
@@ -172,7 +172,7 @@ def test_checkpoints_are_listed_and_resumed_from(anneal: Anneal, trainer: Traine
     assert child["config"]["epochs"] == 5
 
 
-def test_without_a_checkpoint_the_option_that_starts_over_is_named(anneal: Anneal, trainer: Trainer) -> None:
+def test_resume_without_a_checkpoint_names_from_start(anneal: Anneal, trainer: Trainer) -> None:
     trainer.fail()
     assert "has no checkpoint" in anneal("runs", "export", "last", "--checkpoint", "last", code=1).stderr
     assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr

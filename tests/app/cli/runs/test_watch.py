@@ -63,7 +63,7 @@ def test_watching_ends_as_the_run_does(anneal: Anneal, trainer: Trainer, how: st
         (True, "reward 0.2500  held-out reward 0.7500", "reward 0.25  loss 0.5  learning_rate 0.001"),
     ],
 )
-def test_what_the_method_goes_by_is_shown(learns_from_rewards: bool, shown: str, line: str) -> None:
+def test_watch_shows_loss_or_reward_by_method(learns_from_rewards: bool, shown: str, line: str) -> None:
     began = datetime(2026, 1, 2, tzinfo=UTC)
     seen = WatchState("run_1", "counting", "running", 0, 10, learns_from_rewards, started=began)
     measured = {"eval_loss": 2.0, "eval_reward": 0.75, "eval_seconds": 3.0, "eval_samples_per_second": 9.0}

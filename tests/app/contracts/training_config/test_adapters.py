@@ -50,7 +50,7 @@ LOFTQ = {"init_lora_weights": "loftq"}
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(fields: dict[str, Any], field: str, sentence: str) -> None:
+def test_impossible_adapter_fields_are_refused(fields: dict[str, Any], field: str, sentence: str) -> None:
     assert sentence in errors(**fields)[field]
 
 
@@ -66,7 +66,7 @@ def test_what_cannot_be_right_is_refused(fields: dict[str, Any], field: str, sen
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_right_is_accepted(fields: dict[str, Any]) -> None:
+def test_valid_adapter_fields_are_accepted(fields: dict[str, Any]) -> None:
     assert errors(**fields) == {}
 
 

@@ -73,7 +73,7 @@ class TestEveryMethod:
             ({"extra": {"packing_strategy": "wrapped"}}, "extra.packing_strategy"),
         ],
     )  # fmt: skip
-    def test_what_belongs_to_supervised_methods_is_refused(
+    def test_fields_of_supervised_methods_are_refused_for_other_methods(
         self, method: str, fields: dict[str, Any], field: str
     ) -> None:
         ((name, (code, message)),) = conflicts_of({**CONFIGS[method], **fields}).items()

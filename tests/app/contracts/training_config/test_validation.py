@@ -96,7 +96,9 @@ class TestWeightsDtype:
             ({**FULL, "machine": OLD_GPU}, ("weights_dtype", "not_on_this_machine")),
         ],
     )
-    def test_what_would_lose_updates_is_refused(self, fields: dict[str, Any], error: tuple[str, str]) -> None:
+    def test_weights_dtype_that_would_lose_updates_is_refused(
+        self, fields: dict[str, Any], error: tuple[str, str]
+    ) -> None:
         machine = fields.get("machine")
         config = {name: value for name, value in fields.items() if name != "machine"}
         assert codes(config, machine=machine) == {error}
@@ -406,7 +408,7 @@ class TestConflicts:
     def test_fields_that_go_together_are_accepted(self, fields: dict[str, Any]) -> None:
         assert codes(fields) == set()
 
-    def test_what_a_schedule_needs_must_be_there(self) -> None:
+    def test_schedule_without_its_required_fields_is_refused(self) -> None:
         missing = {("extra.lr_scheduler_kwargs", "missing")}
         assert codes({"lr_scheduler_type": "warmup_stable_decay"}) == missing
         assert codes({"lr_scheduler_type": "cosine_with_min_lr"}) == missing
@@ -549,11 +551,11 @@ class TestResolve:
         assert ("optim", "paged_adamw_8bit", "adamw_8bit") in {(r.field, r.requested, r.used) for r in whole.replaced}
         assert whole.config.optim == "adamw_8bit"
 
-    def test_what_an_installed_optimizer_takes_the_place_of_is_not_replaced(self) -> None:
+    def test_optim_overridden_by_a_plugin_is_not_replaced(self) -> None:
         resolved = effective(CPU, method="full", extra={"optimizer": {"type": "mine"}})
         assert "optim" not in {one.field for one in resolved.replaced}
 
-    def test_what_the_user_gave_is_never_replaced(self) -> None:
+    def test_field_set_by_the_user_is_never_replaced(self) -> None:
         resolved = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="float32", optim="adamw_torch")
         assert resolved.replaced == []
         assert resolved.config.gradient_checkpointing is True

@@ -133,7 +133,7 @@ def test_very_many_members_of_gzip_take_no_long_time(settings: Settings, tmp_pat
     importer.close()
 
 
-def test_what_is_kept_is_the_same_whatever_came(shared_api: ApiServer) -> None:
+def test_stored_rows_do_not_depend_on_the_file_type(shared_api: ApiServer) -> None:
     files = {"a.jsonl": lines(*ROWS), "a.json": json.dumps(ROWS).encode(), "a.csv": CSV, "a.parquet": parquet(ROWS)}
     answers = [upload(shared_api, content, name).json() for name, content in files.items()]
     assert len({(it["sha256"], it["bytes"], it["rows"], it["format"]) for it in answers}) == 1

@@ -67,9 +67,7 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     assert target.exists()
 
 
-def test_what_cannot_be_removed_is_raised_after_all_else_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unremovable_entry_raises_after_all_others_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "stays", "z"):
         (tmp_path / "top" / name).mkdir(parents=True)
     rmdir = os.rmdir

@@ -131,7 +131,7 @@ class TestRefused:
         assert answer.status_code == 422, answer.text
         assert field in answer.json()["errors"][0]["field"]
 
-    def test_without_its_name_the_names_are_reported(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_action_without_a_name_is_refused_with_the_names(self, shared_api: ApiServer, trainer: Trainer) -> None:
         answer = shared_api.client.post(f"/v1/runs/{trainer.run_id}/actions", json={})
         names = "`checkpoint`, `evaluate`, `sample`, `set_learning_rate`, `extend`"
         assert f"`action`: must be one of {names}" in answer.json()["detail"]
@@ -216,13 +216,15 @@ class TestRefused:
 
 
 class TestTheEndOfTheRun:
-    def test_refuses_what_still_waits_and_says_why(self, shared_api: ApiServer, trainer: Trainer) -> None:
+    def test_end_of_the_run_refuses_waiting_actions_with_the_reason(
+        self, shared_api: ApiServer, trainer: Trainer
+    ) -> None:
         action = ask(shared_api, trainer.run_id, "checkpoint").json()
         trainer.complete()
         left = shared_api.client.get(f"/v1/runs/{trainer.run_id}/actions/{action['id']}").json()
         assert left["status"] == "refused" and left["finished_at"] and "completed" in left["message"]
 
-    def test_finds_an_action_that_was_accepted_while_it_waited_for_the_run(
+    def test_end_of_the_run_refuses_an_action_accepted_while_it_waited(
         self, shared_api: ApiServer, engine: Engine, trainer: Trainer
     ) -> None:
         """The statement that ends the run has begun before the action is committed, and does not see its row."""

@@ -296,7 +296,9 @@ class TestAnOutputAsAModel:
     """A run may name the output of another one, and so has the API read files that a training process has written."""
 
     @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-    def test_leads_out_of_itself_in_no_file(self, shared_api: ApiServer, run: str, kind: str, tmp_path: Path) -> None:
+    def test_output_as_a_model_reads_no_file_outside_itself(
+        self, shared_api: ApiServer, run: str, kind: str, tmp_path: Path
+    ) -> None:
         output = Storage(shared_api.settings).output_dir(run, 1)
         secrets = {
             "config.json": {"architectures": ["SecretForSequenceClassification"], "max_position_embeddings": 7},
@@ -361,7 +363,9 @@ class TestRecordsOfAnAttempt:
     @pytest.mark.parametrize(
         "name", ["job.json", "checkpoint-1/metrics.jsonl", "distributions.jsonl", "tensorboard/..%2Fjob.json"]
     )
-    def test_nothing_else_of_the_folder_is_served(self, shared_api: ApiServer, failed: str, name: str) -> None:
+    def test_records_download_serves_nothing_else_of_the_folder(
+        self, shared_api: ApiServer, failed: str, name: str
+    ) -> None:
         answer = shared_api.client.get(f"/v1/runs/{failed}/attempts/1/artifacts/{name}")
         assert (answer.status_code, answer.json()["code"]) == (404, "artifact_not_found")
 

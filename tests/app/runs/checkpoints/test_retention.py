@@ -109,7 +109,7 @@ def test_a_damaged_one_does_not_count_as_the_newest(trainer: Trainer) -> None:
     assert kept_steps(trainer.engine) == [2]
 
 
-def test_nothing_of_another_run_is_touched(trainer: Trainer) -> None:
+def test_retention_touches_no_other_run(trainer: Trainer) -> None:
     trainer.checkpoint(1)
     other = Trainer(trainer.engine, add_run(trainer.engine).id)
     for step in (2, 3):

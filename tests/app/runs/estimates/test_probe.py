@@ -96,7 +96,7 @@ def test_the_answer_names_a_short_run_that_waits_like_any_other(api: ApiServer, 
     assert [(one["status"], one["resource"]) for one in listed if "estimate" in one["route"]] == [(202, run["id"])] * 2
 
 
-def test_what_two_steps_took_is_reported_of_the_whole_run(api: ApiServer, engine: Engine) -> None:
+def test_probe_extrapolates_two_steps_to_the_whole_run(api: ApiServer, engine: Engine) -> None:
     experiment = make_experiment(engine)
     request = body(engine, experiment_id=experiment)
     # How many packed sequences there are only the trainer knows.
@@ -185,7 +185,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_a_run_may_ask_for_its_probe_may_too(api: ApiServer, engine: Engine) -> None:
+def test_probe_accepts_every_valid_run_request(api: ApiServer, engine: Engine) -> None:
     assert _OPTIONS.keys() == TrainerOptions.model_fields.keys()
     dataset = make_dataset(engine)
     replaced = (
@@ -229,7 +229,7 @@ def test_a_repeated_request_finds_its_probe_also_when_the_model_is_gone(api: Api
     assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
 
 
-def test_what_cannot_be_measured_is_refused_and_makes_nothing(api: ApiServer, engine: Engine) -> None:
+def test_unmeasurable_probe_is_refused_and_creates_nothing(api: ApiServer, engine: Engine) -> None:
     dataset = make_dataset(engine)
     fake = {"dataset_id": dataset, "backend": "fake", "config": {"base_model": "any", "method": "sft"}}
     wrong = {"dataset_id": dataset, "config": {"base_model": "tiny", "lora_r": 0}}

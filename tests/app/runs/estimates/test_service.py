@@ -208,7 +208,7 @@ def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, lengt
         ([], "is not a JSON object"),
     ],
 )
-def test_what_cannot_be_known_is_null_with_its_reason(api: ApiServer, engine: Engine, file: Any, says: str) -> None:
+def test_unknown_estimate_is_null_with_its_reason(api: ApiServer, engine: Engine, file: Any, says: str) -> None:
     (api.settings.models_folder / "qwen" / "config.json").write_text(json.dumps(file))
     estimate = estimated(api, make_dataset(engine))
     assert [estimate[name] for name in ("parameters", "memory_mb", "seconds", "cost")] == [None] * 4

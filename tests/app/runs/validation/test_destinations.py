@@ -91,7 +91,7 @@ def test_a_gguf_file_needs_a_worker_with_the_converter(served: Callable[..., Api
 
 
 @pytest.mark.parametrize("name", ["tuned", "ada/", "/tuned", "ada/tuned/more", "https://hub/ada/tuned", "../ada"])
-def test_what_is_no_name_of_a_repository_is_refused(name: str, served: Callable[..., ApiServer]) -> None:
+def test_invalid_repository_name_is_refused(name: str, served: Callable[..., ApiServer]) -> None:
     assert refused(ask(served(), push_to_hub=name))[0] == "invalid_name"
 
 
