@@ -143,6 +143,7 @@ def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list
         (lambda: b'text\n"",' + b"," * 15_000_000 + b"\n", "wrong_cell_count"),
         (lambda: b'text\nx"' + b"," * 15_000_000 + b'"\n', "wrong_cell_count"),
     ],
+    ids=["names", "empty cells", "cells in quotes"],
 )
 def test_a_row_of_a_million_cells_is_refused_before_they_are_taken_apart(
     write_table: Callable[[], bytes], code: str
