@@ -66,11 +66,13 @@ export async function call(method, path, { query, body, signal, headers } = {}) 
 }
 
 /** A key for `Idempotency-Key`. `crypto.randomUUID` does not exist on pages over plain HTTP. */
-export const newKey = () => Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16).padStart(8, '0')).join('');
+export const newKey = () =>
+  Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16).padStart(8, '0')).join('');
 
 /** @param {string} method */
 function unreachable(method) {
-  const what = method === 'GET' ? 'It is tried again.' : 'Nothing is known about the request; look before you repeat it.';
+  const what =
+    method === 'GET' ? 'It is tried again.' : 'Nothing is known about the request; look before you repeat it.';
   return new ApiError(0, 'unreachable', `The service cannot be reached. ${what}`);
 }
 
@@ -136,7 +138,8 @@ export function upload(path, form, onProgress, signal) {
     const request = new XMLHttpRequest();
     request.open('POST', path);
     request.upload.onprogress = (event) => onProgress(event.loaded, event.total);
-    request.onerror = () => reject(new ApiError(0, 'unreachable', 'The connection broke during the upload; try again.'));
+    request.onerror = () =>
+      reject(new ApiError(0, 'unreachable', 'The connection broke during the upload; try again.'));
     request.onabort = () => reject(new DOMException('The upload was cancelled.', 'AbortError'));
     request.onload = async () => {
       const response = new Response(request.responseText, {

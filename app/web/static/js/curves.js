@@ -53,7 +53,11 @@ export function withDetail(series, detail) {
   if (detail.steps.length === 0) return series;
   const before = lowerBound(series.steps, detail.steps[0]);
   const after = lowerBound(series.steps, detail.steps[detail.steps.length - 1] + 1);
-  const join = (/** @type {any[]} */ all, /** @type {any[]} */ part) => [...all.slice(0, before), ...part, ...all.slice(after)];
+  const join = (/** @type {any[]} */ all, /** @type {any[]} */ part) => [
+    ...all.slice(0, before),
+    ...part,
+    ...all.slice(after),
+  ];
   return { steps: join(series.steps, detail.steps), values: join(series.values, detail.values) };
 }
 

@@ -124,11 +124,15 @@ export function counted(count, noun) {
 export function tickLabels(values) {
   const known = /** @type {number[]} */ (values.filter((value) => value != null));
   const size = Math.max(...known.map(Math.abs), 0);
-  const gaps = known.slice(1).map((value, index) => Math.abs(value - known[index])).filter((gap) => gap > 0);
+  const gaps = known
+    .slice(1)
+    .map((value, index) => Math.abs(value - known[index]))
+    .filter((gap) => gap > 0);
   const gap = Math.min(...gaps, size || 1);
   /** @param {(digits: number) => (value: number) => number} rounding */
   const digitsOf = (rounding) => {
-    for (let digits = 0; digits < 8; digits += 1) if (known.every((value) => Math.abs(rounding(digits)(value) - value) < gap / 100)) return digits;
+    for (let digits = 0; digits < 8; digits += 1)
+      if (known.every((value) => Math.abs(rounding(digits)(value) - value) < gap / 100)) return digits;
     return 8;
   };
   if (size >= 1e4) {

@@ -98,7 +98,8 @@ export class LogWindow {
  * True for a line of a level; `warning` includes errors, and no level includes all.
  * @param {string} level @param {string} wanted
  */
-export const isOfLevel = (level, wanted) => wanted === '' || level === wanted || (wanted === 'warning' && level === 'error');
+export const isOfLevel = (level, wanted) =>
+  wanted === '' || level === wanted || (wanted === 'warning' && level === 'error');
 
 /**
  * Rows of a fixed height that are in sight.

@@ -39,7 +39,15 @@ async function loaded(name) {
     sessionStorage.removeItem(RELOADED);
     return module;
   } catch (error) {
-    if (sessionStorage.getItem(RELOADED)) return { default: () => html`<${Failure} error=${new ApiError(0, 'unreachable', 'The page could not be loaded. Reload it when the service is back.')} />`, title: 'Not loaded' };
+    if (sessionStorage.getItem(RELOADED))
+      return {
+        default: () => html`<${Failure} error=${new ApiError(
+          0,
+          'unreachable',
+          'The page could not be loaded. Reload it when the service is back.',
+        )} />`,
+        title: 'Not loaded',
+      };
     sessionStorage.setItem(RELOADED, '1');
     location.reload();
     throw error;
@@ -53,9 +61,18 @@ async function show(path) {
   if (router.path.value !== path) return; // another page was opened meanwhile
   document.title = `${module ? module.title : 'Not found'} · Anneal`;
   const moved = shown.value !== null;
-  const view = module && route
-    ? html`<${module.default} ...${route.params} />`
-    : html`<div class="head"><h1>Not found</h1></div><section class="box"><${Empty} title="There is no page at this address."><p class="muted">Check the address, or start from the list of runs.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
+  const view =
+    module && route
+      ? html`<${module.default} ...${route.params} />`
+      : html`
+          <div class="head"><h1>Not found</h1></div>
+          <section class="box">
+            <${Empty} title="There is no page at this address.">
+              <p class="muted">Check the address, or start from the list of runs.</p>
+              <p><a class="btn" href="/">All runs</a></p>
+            <//>
+          </section>
+        `;
   shown.value = { key: path, view };
   if (moved) requestAnimationFrame(() => document.getElementById('main')?.focus({ preventScroll: true }));
 }

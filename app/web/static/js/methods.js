@@ -30,7 +30,8 @@ export const isRewarded = (method) => method === 'rlhf';
 export function choiceOf(config, fallback) {
   const method = String(config.method ?? fallback);
   if (OF_WEIGHTS.has(method)) return { objective: 'sft', adapter: method };
-  const adapter = config.lora_r === null ? 'full' : config.load_in_4bit === false && !config.load_in_8bit ? 'lora' : 'qlora';
+  const adapter =
+    config.lora_r === null ? 'full' : config.load_in_4bit === false && !config.load_in_8bit ? 'lora' : 'qlora';
   return { objective: method, adapter };
 }
 
@@ -52,7 +53,8 @@ export function withChoice(config, objective, adapter) {
  * @param {{ method: string, best_eval?: number | null, best_loss?: number | null }} run
  */
 export function groupOf(run) {
-  if (run.best_eval != null) return `${run.method}, by eval ${isRewarded(run.method) ? 'reward, highest' : 'loss, lowest'} first`;
+  if (run.best_eval != null)
+    return `${run.method}, by eval ${isRewarded(run.method) ? 'reward, highest' : 'loss, lowest'} first`;
   if (run.best_loss != null) return `${run.method}, by train loss, lowest first`;
   return 'without a result, newest first';
 }

@@ -16,7 +16,8 @@
 /** @param {any} schema JSON schema of the configuration. @returns {{ group: string, fields: FormField[] }[]} */
 export function groupsOf(schema) {
   return Object.entries(schema['x-groups']).map(([group, names]) => ({
-    group, fields: /** @type {string[]} */ (names).map((name) => fieldOf(name, schema.properties[name], schema.$defs ?? {})),
+    group,
+    fields: /** @type {string[]} */ (names).map((name) => fieldOf(name, schema.properties[name], schema.$defs ?? {})),
   }));
 }
 
@@ -28,7 +29,9 @@ export function groupsOf(schema) {
 export function fieldsOf(schema, method, isAdapter) {
   const defaults = schema['x-method-defaults'][method]?.[isAdapter ? 'adapter' : 'full'] ?? {};
   const all = groupsOf(schema).flatMap(({ fields }) => fields);
-  return new Map(all.map((field) => [field.name, field.name in defaults ? { ...field, fallback: defaults[field.name] } : field]));
+  return new Map(
+    all.map((field) => [field.name, field.name in defaults ? { ...field, fallback: defaults[field.name] } : field]),
+  );
 }
 
 /**
@@ -55,19 +58,26 @@ export function fieldOf(name, property, definitions) {
   const kinds = parts.filter((/** @type {any} */ one) => one.type !== 'null');
   const main = kinds[0] ?? {};
   const field = {
-    name, description: property.description ?? main.description ?? '', fallback: 'default' in property ? property.default : defaultsOf(main), isNullable,
-    choices: /** @type {string[]} */ ([]), min: main.minimum ?? main.exclusiveMinimum, max: main.maximum ?? main.exclusiveMaximum,
+    name,
+    description: property.description ?? main.description ?? '',
+    fallback: 'default' in property ? property.default : defaultsOf(main),
+    isNullable,
+    choices: /** @type {string[]} */ ([]),
+    min: main.minimum ?? main.exclusiveMinimum,
+    max: main.maximum ?? main.exclusiveMaximum,
   };
   if (kinds.length === 1) {
     const choices = main.enum ?? (main.const === undefined ? null : [main.const]);
-    if (choices && choices.every((/** @type {unknown} */ one) => typeof one === 'string')) return { ...field, kind: 'choice', choices };
+    if (choices && choices.every((/** @type {unknown} */ one) => typeof one === 'string'))
+      return { ...field, kind: 'choice', choices };
     if (main.type === 'boolean') return { ...field, kind: 'boolean' };
     if (main.type === 'integer') return { ...field, kind: 'integer' };
     if (main.type === 'number') return { ...field, kind: 'number' };
     if (main.type === 'string') return { ...field, kind: 'text' };
     if (main.type === 'array' && resolve(main.items ?? {}).type === 'string') return { ...field, kind: 'list' };
   }
-  const isScalar = (/** @type {any} */ one) => ['integer', 'number', 'string'].includes(one.type) || typeof one.const === 'string';
+  const isScalar = (/** @type {any} */ one) =>
+    ['integer', 'number', 'string'].includes(one.type) || typeof one.const === 'string';
   return { ...field, kind: kinds.length > 1 && kinds.every(isScalar) ? 'amount' : 'json' };
 }
 
@@ -87,7 +97,9 @@ function defaultsOf(definition) {
  */
 export function same(one, other) {
   const sorted = (/** @type {string} */ _name, /** @type {any} */ value) =>
-    value !== null && typeof value === 'object' && !Array.isArray(value) ? Object.fromEntries(Object.entries(value).toSorted(([a], [b]) => (a < b ? -1 : 1))) : value;
+    value !== null && typeof value === 'object' && !Array.isArray(value)
+      ? Object.fromEntries(Object.entries(value).toSorted(([a], [b]) => (a < b ? -1 : 1)))
+      : value;
   return JSON.stringify(one ?? null, sorted) === JSON.stringify(other ?? null, sorted);
 }
 
@@ -111,7 +123,8 @@ export function textOf(field, value) {
   if (value == null) return value === null && field.isNullable && field.fallback != null ? NONE : '';
   if (field.kind === 'list') return /** @type {string[]} */ (value).join('\n');
   if (field.kind === 'json') return JSON.stringify(value, null, 2);
-  if (field.kind === 'number' && typeof value === 'number' && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential().replace('e+', 'e');
+  if (field.kind === 'number' && typeof value === 'number' && value !== 0 && Math.abs(value) < 1e-3)
+    return value.toExponential().replace('e+', 'e');
   return String(value);
 }
 
@@ -131,7 +144,11 @@ export function valueOf(field, text) {
   }
   if (field.kind === 'amount') return Number.isFinite(Number(trimmed)) ? Number(trimmed) : trimmed;
   if (field.kind === 'boolean') return trimmed === 'true';
-  if (field.kind === 'list') return trimmed.split('\n').map((line) => line.trim()).filter(Boolean);
+  if (field.kind === 'list')
+    return trimmed
+      .split('\n')
+      .map((line) => line.trim())
+      .filter(Boolean);
   if (field.kind === 'json') {
     try {
       return JSON.parse(trimmed);
@@ -148,7 +165,8 @@ export function valueOf(field, text) {
  * @param {Record<string, unknown>} config Fields of the configuration that were set.
  */
 export function requestOf(values, config) {
-  const isSet = (/** @type {[string, unknown]} */ [, value]) => value != null && value !== '' && !(Array.isArray(value) && value.length === 0);
+  const isSet = (/** @type {[string, unknown]} */ [, value]) =>
+    value != null && value !== '' && !(Array.isArray(value) && value.length === 0);
   return { ...Object.fromEntries(Object.entries(values).filter(isSet)), config };
 }
 
@@ -159,10 +177,12 @@ export function requestOf(values, config) {
  */
 export function yamlOf(value, depth = 0) {
   const indent = '  '.repeat(depth);
-  return Object.entries(value).map(([name, one]) => {
-    const isNested = one !== null && typeof one === 'object' && !Array.isArray(one) && Object.keys(one).length > 0;
-    return isNested ? `${indent}${name}:\n${yamlOf(one, depth + 1)}` : `${indent}${name}: ${JSON.stringify(one)}\n`;
-  }).join('');
+  return Object.entries(value)
+    .map(([name, one]) => {
+      const isNested = one !== null && typeof one === 'object' && !Array.isArray(one) && Object.keys(one).length > 0;
+      return isNested ? `${indent}${name}:\n${yamlOf(one, depth + 1)}` : `${indent}${name}: ${JSON.stringify(one)}\n`;
+    })
+    .join('');
 }
 
 /**

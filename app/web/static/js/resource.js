@@ -21,7 +21,11 @@ const LAST_RETRY_MS = 15_000;
  */
 export function useResource(read, key, { keep = true, everyMs } = {}) {
   const [state, setState] = useState(
-    /** @type {{ key: string | null, data: T | undefined, error: ApiError | null }} */ ({ key: null, data: undefined, error: null }),
+    /** @type {{ key: string | null, data: T | undefined, error: ApiError | null }} */ ({
+      key: null,
+      data: undefined,
+      error: null,
+    }),
   );
   const [again, setAgain] = useState(0);
   const latest = useRef(read);
@@ -87,7 +91,10 @@ export function useAction() {
         await work();
         if (alive.current) setState({ busy: false, error: null });
       } catch (error) {
-        const shown = error instanceof ApiError ? error : new ApiError(0, 'internal', `This page failed (${error}). Reload it, and try again.`);
+        const shown =
+          error instanceof ApiError
+            ? error
+            : new ApiError(0, 'internal', `This page failed (${error}). Reload it, and try again.`);
         if (alive.current) setState({ busy: false, error: shown });
         if (shown !== error) throw error;
       }

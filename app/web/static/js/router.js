@@ -30,7 +30,8 @@ export function setQuery(changes) {
   const next = new URLSearchParams(query.value);
   for (const [name, value] of Object.entries(changes)) {
     next.delete(name);
-    for (const one of Array.isArray(value) ? value : [value]) if (one != null && one !== '') next.append(name, String(one));
+    for (const one of Array.isArray(value) ? value : [value])
+      if (one != null && one !== '') next.append(name, String(one));
   }
   const text = next.toString();
   go(path.value + (text && `?${text}`), { replace: true });
@@ -44,7 +45,15 @@ export function start() {
   document.addEventListener('click', (event) => {
     const link = event.target instanceof Element ? event.target.closest('a[href]') : null;
     if (!(link instanceof HTMLAnchorElement) || event.defaultPrevented || event.button !== 0) return;
-    if (event.metaKey || event.ctrlKey || event.shiftKey || event.altKey || link.target || link.hasAttribute('download')) return;
+    if (
+      event.metaKey ||
+      event.ctrlKey ||
+      event.shiftKey ||
+      event.altKey ||
+      link.target ||
+      link.hasAttribute('download')
+    )
+      return;
     if (link.origin !== location.origin || !match(link.pathname)) return;
     if (link.hash && link.pathname + link.search === address.value) return; // a place in this page
     event.preventDefault();

@@ -10,8 +10,21 @@ import { isOfLevel, LogWindow } from './log_window.js';
 import { connection, follow } from './stream.js';
 
 const TYPES = /** @type {const} */ ([
-  'status', 'pending', 'log', 'metric', 'eval', 'checkpoint', 'config', 'progress', 'sample', 'skipped_rows', 'export',
-  'action', 'repair', 'device', 'error',
+  'status',
+  'pending',
+  'log',
+  'metric',
+  'eval',
+  'checkpoint',
+  'config',
+  'progress',
+  'sample',
+  'skipped_rows',
+  'export',
+  'action',
+  'repair',
+  'device',
+  'error',
 ]);
 /** Points of each curve that are read; live points are added. */
 export const READ_POINTS = 4000;
@@ -27,7 +40,14 @@ const LAST_RETRY_MS = 15_000;
 const RENEW_EVERY_MS = 15_000;
 const RENEW_AFTER_MS = 300;
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
-const METRICS = /** @type {const} */ (['epoch', 'loss', 'learning_rate', 'grad_norm', 'gpu_memory_mb', 'samples_per_second']);
+const METRICS = /** @type {const} */ ([
+  'epoch',
+  'loss',
+  'learning_rate',
+  'grad_norm',
+  'gpu_memory_mb',
+  'samples_per_second',
+]);
 
 /** @typedef {{ seq: number, type: string, [field: string]: any }} RunEvent */
 
@@ -97,32 +117,43 @@ export class RunStore {
 
   /** Read the run, follow its stream, and read everything else. */
   async open() {
-    const isFound = await this.untilRead((error) => {
-      this.error.value = error;
-      if (error) connection.value = error.isTemporary ? 'lost' : 'off';
-    }, async () => {
-      this.run.value = await get(`/v1/runs/${this.id}`, {}, this.aborted.signal);
-    });
+    const isFound = await this.untilRead(
+      (error) => {
+        this.error.value = error;
+        if (error) connection.value = error.isTemporary ? 'lost' : 'off';
+      },
+      async () => {
+        this.run.value = await get(`/v1/runs/${this.id}`, {}, this.aborted.signal);
+      },
+    );
     if (!isFound) return;
     const run = this.run.value;
     // A short id or a name may stand in the address.
     this.id = run.id;
     if (!LIVE.has(run.status)) connection.value = 'ended';
-    else this.closeStream = follow({
-      path: `/v1/runs/${this.id}/events`,
-      after: run.last_seq,
-      types: TYPES,
-      onEvent: (type, data) => this.receive({ ...data, type }),
-      onGone: () => (this.error.value = new ApiError(404, 'run_not_found', 'The run was deleted.')),
-    });
+    else
+      this.closeStream = follow({
+        path: `/v1/runs/${this.id}/events`,
+        after: run.last_seq,
+        types: TYPES,
+        onEvent: (type, data) => this.receive({ ...data, type }),
+        onGone: () => (this.error.value = new ApiError(404, 'run_not_found', 'The run was deleted.')),
+      });
     this.clock = setInterval(() => this.isLive && !document.hidden && this.renew(0), RENEW_EVERY_MS);
     const parts = /** @type {[string, () => Promise<void>][]} */ ([
-      ['curves', () => this.readCurves()], ['log lines', () => this.readLog()], ['events', () => this.readHistory()], ['checkpoints and attempts', () => this.readLists()],
+      ['curves', () => this.readCurves()],
+      ['log lines', () => this.readLog()],
+      ['events', () => this.readHistory()],
+      ['checkpoints and attempts', () => this.readLists()],
     ]);
-    await Promise.all(parts.map(([name, read]) => this.untilRead((error) => {
-      const { [name]: _before, ...others } = this.failures.peek();
-      this.failures.value = error ? { ...others, [name]: error } : others;
-    }, read)));
+    await Promise.all(
+      parts.map(([name, read]) =>
+        this.untilRead((error) => {
+          const { [name]: _before, ...others } = this.failures.peek();
+          this.failures.value = error ? { ...others, [name]: error } : others;
+        }, read),
+      ),
+    );
   }
 
   /**
@@ -161,7 +192,11 @@ export class RunStore {
     const part = this.parts.curves;
     // What waits since an earlier try is in the response.
     part.waiting = [];
-    const found = await get(`/v1/runs/${this.id}/metrics`, { max_points: READ_POINTS, clock: true }, this.aborted.signal);
+    const found = await get(
+      `/v1/runs/${this.id}/metrics`,
+      { max_points: READ_POINTS, clock: true },
+      this.aborted.signal,
+    );
     this.series = new Map(Object.entries(found.series));
     this.timesOfSteps = found.clock;
     this.release(part, found.last_seq);
@@ -172,7 +207,10 @@ export class RunStore {
     this.parts.history.waiting = [];
     const { signal: aborted } = this.aborted;
     const path = `/v1/runs/${this.id}/history`;
-    const [found, configs] = await Promise.all([get(path, { limit: MOST_READ_EVENTS }, aborted), get(path, { types: 'config', limit: 1 }, aborted)]);
+    const [found, configs] = await Promise.all([
+      get(path, { limit: MOST_READ_EVENTS }, aborted),
+      get(path, { types: 'config', limit: 1 }, aborted),
+    ]);
     const events = /** @type {RunEvent[]} */ (found.data);
     this.release(this.parts.history, events.at(-1)?.seq ?? 0, () => {
       this.samples = events.filter((event) => event.type === 'sample');
@@ -188,7 +226,9 @@ export class RunStore {
     const before = this.notes.value[0]?.seq;
     if (before === undefined) return;
     const found = await get(`/v1/runs/${this.id}/history`, { before, limit: MOST_READ_EVENTS }, this.aborted.signal);
-    const events = /** @type {RunEvent[]} */ (found.data).filter((event) => event.type !== 'sample' && event.type !== 'eval');
+    const events = /** @type {RunEvent[]} */ (found.data).filter(
+      (event) => event.type !== 'sample' && event.type !== 'eval',
+    );
     this.notes.value = [...events, ...this.notes.value];
     this.hasOlderNotes.value = found.has_more;
   }
@@ -252,7 +292,9 @@ export class RunStore {
     const turn = this.logTurn.then(async () => {
       part.waiting ??= [];
       try {
-        await change((range) => get(path, { ...range, level: this.logLevel.value, limit: LINES_AT_ONCE }, this.aborted.signal));
+        await change((range) =>
+          get(path, { ...range, level: this.logLevel.value, limit: LINES_AT_ONCE }, this.aborted.signal),
+        );
       } finally {
         this.release(part, Math.max(part.seq, this.log.isAtEnd ? this.log.lastSeq : 0));
         this.logVersion.value += 1;
@@ -328,7 +370,9 @@ export class RunStore {
     switch (event.type) {
       case 'metric':
       case 'eval':
-        this.addTo('curves', event, () => (event.type === 'metric' ? this.addMetric(event) : this.addEvaluation(event)));
+        this.addTo('curves', event, () =>
+          event.type === 'metric' ? this.addMetric(event) : this.addEvaluation(event),
+        );
         break;
       case 'log':
         this.addTo('log', event, () => {

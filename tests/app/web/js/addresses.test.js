@@ -13,7 +13,15 @@ test('addresses name pages', () => {
 
 test('signing in leads to an address of this site only', () => {
   assert.equal(ownAddress('/runs/run_1?tab=log'), '/runs/run_1?tab=log');
-  for (const foreign of ['https://evil.example', '//evil.example', '/\\evil.example', 'javascript:alert(1)', '', null, '/\t/evil.example']) {
+  for (const foreign of [
+    'https://evil.example',
+    '//evil.example',
+    '/\\evil.example',
+    'javascript:alert(1)',
+    '',
+    null,
+    '/\t/evil.example',
+  ]) {
     assert.equal(ownAddress(foreign), '/', String(foreign));
   }
 });

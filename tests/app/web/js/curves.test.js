@@ -1,6 +1,20 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { align, append, emptySeries, extentOf, interpolate, lastValue, lowerBound, perStep, positions, smooth, stepsWithin, truncate, withDetail } from '../../../../app/web/static/js/curves.js';
+import {
+  align,
+  append,
+  emptySeries,
+  extentOf,
+  interpolate,
+  lastValue,
+  lowerBound,
+  perStep,
+  positions,
+  smooth,
+  stepsWithin,
+  truncate,
+  withDetail,
+} from '../../../../app/web/static/js/curves.js';
 
 test('a step that is trained again drops the points of the earlier pass from there on', () => {
   const series = emptySeries();
@@ -12,14 +26,20 @@ test('a step that is trained again drops the points of the earlier pass from the
 });
 
 test('smoothing begins at the first point and passes over gaps', () => {
-  assert.deepEqual(smooth([4, 4, 4], 0.9).map((value) => Number(value.toFixed(9))), [4, 4, 4]);
+  assert.deepEqual(
+    smooth([4, 4, 4], 0.9).map((value) => Number(value.toFixed(9))),
+    [4, 4, 4],
+  );
   assert.equal(smooth([4, null, 8], 0.5)[1], null);
   assert.ok(Math.abs(smooth([4, null, 8], 0.5)[2] - 20 / 3) < 1e-12);
   assert.deepEqual(smooth([1, 2], 0), [1, 2]);
 });
 
 test('curves are put on one ascending axis', () => {
-  const both = align([{ x: [1, 2, 4], y: [10, 20, 40] }, { x: [2, 3], y: [5, null] }]);
+  const both = align([
+    { x: [1, 2, 4], y: [10, 20, 40] },
+    { x: [2, 3], y: [5, null] },
+  ]);
   assert.deepEqual(both.x, [1, 2, 3, 4]);
   assert.deepEqual([...both.ys[0]], [10, 20, undefined, 40]);
   assert.deepEqual([...both.ys[1]], [undefined, 5, null, undefined]);
@@ -56,13 +76,23 @@ test('places and last values', () => {
 test('detail takes the place of the thinned points, and later points stay', () => {
   const thinned = { steps: [1, 5, 9, 13], values: [10, 50, 90, 130] };
   const detail = { steps: [5, 6, 7, 8, 9], values: [50, 60, 70, 80, 90] };
-  assert.deepEqual(withDetail(thinned, detail), { steps: [1, 5, 6, 7, 8, 9, 13], values: [10, 50, 60, 70, 80, 90, 130] });
+  assert.deepEqual(withDetail(thinned, detail), {
+    steps: [1, 5, 6, 7, 8, 9, 13],
+    values: [10, 50, 60, 70, 80, 90, 130],
+  });
   assert.equal(withDetail(thinned, { steps: [], values: [] }), thinned);
   assert.deepEqual(stepsWithin(thinned, [0.1, 0.5, null, 1.3], [0.4, 1.4]), [5, 13]);
   assert.equal(stepsWithin(thinned, [0.1, 0.5, 0.9, 1.3], [2, 3]), null);
 });
 
 test('charts of a page have the range of all curves, and none without two positions', () => {
-  assert.deepEqual(extentOf([[1, 2, 60], [10, 50], [null, 5, null]]), [1, 60]);
+  assert.deepEqual(
+    extentOf([
+      [1, 2, 60],
+      [10, 50],
+      [null, 5, null],
+    ]),
+    [1, 60],
+  );
   assert.equal(extentOf([[3], [null], []]), null);
 });

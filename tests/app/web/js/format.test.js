@@ -11,10 +11,20 @@ test('ticks have as many digits as tell them apart', () => {
 });
 
 test('durations, sizes and numbers', () => {
-  assert.deepEqual([0, 59, 61, 3600, 90061, null].map(format.duration), ['0 s', '59 s', '1 min 1 s', '1 h 00 min', '1 d 1 h', '–']);
+  assert.deepEqual([0, 59, 61, 3600, 90061, null].map(format.duration), [
+    '0 s',
+    '59 s',
+    '1 min 1 s',
+    '1 h 00 min',
+    '1 d 1 h',
+    '–',
+  ]);
   assert.deepEqual([999, 1500, 2.5e9].map(format.bytes), ['999 B', '1.5 KB', '2.5 GB']);
   assert.deepEqual([0, 1.23456, 12.3456, 5e-7, null].map(format.loss), ['0.000', '1.235', '12.35', '5.00e-7', '–']);
-  assert.deepEqual([1, 2].map((count) => format.counted(count, 'run')), ['1 run', '2 runs']);
+  assert.deepEqual(
+    [1, 2].map((count) => format.counted(count, 'run')),
+    ['1 run', '2 runs'],
+  );
   assert.equal(format.percent(199, 200), '99 %', 'not done is never 100 %');
   assert.equal(format.shortId('run_01m84wwqfr3kybzr2j2bm1zf9w'), 'run_…m1zf9w');
 });
@@ -33,6 +43,11 @@ test('an upload says how much is left, and what the service does at its end', ()
 });
 
 test('memory has the unit in which it has digits to read', () => {
-  assert.deepEqual([0.0312, 3.25, 700.4, 23_552].map(format.mebibytes), ['0.031 MiB', '3.3 MiB', '700 MiB', '23.0 GiB']);
+  assert.deepEqual([0.0312, 3.25, 700.4, 23_552].map(format.mebibytes), [
+    '0.031 MiB',
+    '3.3 MiB',
+    '700 MiB',
+    '23.0 GiB',
+  ]);
   assert.equal(format.mebibytes(null), '–');
 });

@@ -2,7 +2,8 @@ import assert from 'node:assert/strict';
 import test from 'node:test';
 import { LogWindow, marked, rowsInSight } from '../../../../app/web/static/js/log_window.js';
 
-const lines = (from, to) => Array.from({ length: to - from + 1 }, (_, index) => ({ seq: from + index, line: `line ${from + index}` }));
+const lines = (from, to) =>
+  Array.from({ length: to - from + 1 }, (_, index) => ({ seq: from + index, line: `line ${from + index}` }));
 const seqs = (window) => window.lines.map((line) => line.seq);
 
 test('lines that come twice are held once', () => {
@@ -10,7 +11,10 @@ test('lines that come twice are held once', () => {
   window.reset(lines(11, 20), { hasOlder: true, isAtEnd: true });
   window.append(lines(18, 25));
   assert.equal(window.prepend(lines(1, 12), false), 10);
-  assert.deepEqual(seqs(window), lines(1, 25).map((line) => line.seq));
+  assert.deepEqual(
+    seqs(window),
+    lines(1, 25).map((line) => line.seq),
+  );
   assert.equal(window.hasOlder, false);
 });
 
@@ -38,7 +42,10 @@ test('rows in sight are those of the view and a few around it', () => {
 });
 
 test('matches of a search are told apart', () => {
-  const parts = (line, wanted) => marked(line, wanted).map((part) => (part.isMatch ? `[${part.text}]` : part.text)).join('');
+  const parts = (line, wanted) =>
+    marked(line, wanted)
+      .map((part) => (part.isMatch ? `[${part.text}]` : part.text))
+      .join('');
   assert.equal(parts('loss 1 loss', 'loss'), '[loss] 1 [loss]');
   assert.equal(parts('Loss', 'loss'), 'Loss');
   assert.equal(parts('a.b', '.'), 'a[.]b');

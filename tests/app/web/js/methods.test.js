@@ -5,7 +5,11 @@ import { choiceOf, groupOf, withChoice } from '../../../../app/web/static/js/met
 test('every pair of an objective and trained weights is a configuration, and is read from it', () => {
   for (const objective of ['sft', 'dpo', 'kto', 'reward', 'rlhf']) {
     for (const adapter of ['qlora', 'lora', 'full']) {
-      const config = withChoice({ base_model: 'any', method: 'dpo', lora_r: 8, load_in_8bit: true }, objective, adapter);
+      const config = withChoice(
+        { base_model: 'any', method: 'dpo', lora_r: 8, load_in_8bit: true },
+        objective,
+        adapter,
+      );
       assert.deepEqual(choiceOf(config, 'qlora'), { objective, adapter });
       assert.equal(config.base_model, 'any');
       assert.ok(!('load_in_8bit' in config));
@@ -19,7 +23,10 @@ test('every pair of an objective and trained weights is a configuration, and is 
 test('configurations of others are read as they train', () => {
   assert.deepEqual(choiceOf({}, 'qlora'), { objective: 'sft', adapter: 'qlora' });
   assert.deepEqual(choiceOf({ method: 'sft', lora_r: null }, 'qlora'), { objective: 'sft', adapter: 'full' });
-  assert.deepEqual(choiceOf({ method: 'kto', load_in_4bit: false, load_in_8bit: true }, 'qlora'), { objective: 'kto', adapter: 'qlora' });
+  assert.deepEqual(choiceOf({ method: 'kto', load_in_4bit: false, load_in_8bit: true }, 'qlora'), {
+    objective: 'kto',
+    adapter: 'qlora',
+  });
 });
 
 test('the order best says by which metric runs of a method are compared', () => {

@@ -1,6 +1,16 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { curlOf, fieldOf, groupsOf, isDefault, requestOf, same, textOf, valueOf, yamlOf } from '../../../../app/web/static/js/new_run_form.js';
+import {
+  curlOf,
+  fieldOf,
+  groupsOf,
+  isDefault,
+  requestOf,
+  same,
+  textOf,
+  valueOf,
+  yamlOf,
+} from '../../../../app/web/static/js/new_run_form.js';
 
 test('fields follow from the schema', () => {
   const kind = (property, definitions = {}) => fieldOf('x', property, definitions).kind;
@@ -13,9 +23,22 @@ test('fields follow from the schema', () => {
 });
 
 test('groups have their fields in the order of the schema', () => {
-  const properties = { a: { type: 'integer', default: 1, minimum: 0, description: 'About a.' }, b: { anyOf: [{ $ref: '#/$defs/B' }, { type: 'null' }], default: null } };
-  const groups = groupsOf({ properties, $defs: { B: { enum: ['x', 'y'], type: 'string' } }, 'x-groups': { Second: ['b'], First: ['a'] } });
-  assert.deepEqual(groups.map(({ group, fields }) => [group, fields.map((field) => field.name)]), [['Second', ['b']], ['First', ['a']]]);
+  const properties = {
+    a: { type: 'integer', default: 1, minimum: 0, description: 'About a.' },
+    b: { anyOf: [{ $ref: '#/$defs/B' }, { type: 'null' }], default: null },
+  };
+  const groups = groupsOf({
+    properties,
+    $defs: { B: { enum: ['x', 'y'], type: 'string' } },
+    'x-groups': { Second: ['b'], First: ['a'] },
+  });
+  assert.deepEqual(
+    groups.map(({ group, fields }) => [group, fields.map((field) => field.name)]),
+    [
+      ['Second', ['b']],
+      ['First', ['a']],
+    ],
+  );
   const [[b], [a]] = groups.map(({ fields }) => fields);
   assert.deepEqual([a.kind, a.fallback, a.min, a.isNullable, a.description], ['integer', 1, 0, false, 'About a.']);
   assert.deepEqual([b.kind, b.choices, b.isNullable], ['choice', ['x', 'y'], true]);
@@ -24,9 +47,15 @@ test('groups have their fields in the order of the schema', () => {
 test('an object with all its defaults is not set, in any order of its fields', () => {
   const properties = { dpo: { $ref: '#/$defs/Dpo', description: 'Options.' } };
   const $defs = { Dpo: { type: 'object', properties: { beta: { default: 0.1 }, loss_type: { default: 'sigmoid' } } } };
-  const [{ fields: [dpo] }] = groupsOf({ properties, $defs, 'x-groups': { All: ['dpo'] } });
+  const [
+    {
+      fields: [dpo],
+    },
+  ] = groupsOf({ properties, $defs, 'x-groups': { All: ['dpo'] } });
   assert.ok(isDefault(dpo, { loss_type: 'sigmoid', beta: 0.1 }) && !isDefault(dpo, { loss_type: 'ipo', beta: 0.1 }));
-  assert.ok(same({ a: [1, { c: 2, b: 3 }] }, { a: [1, { b: 3, c: 2 }] }) && !same([1, 2], [2, 1]) && same(null, undefined));
+  assert.ok(
+    same({ a: [1, { c: 2, b: 3 }] }, { a: [1, { b: 3, c: 2 }] }) && !same([1, 2], [2, 1]) && same(null, undefined),
+  );
 });
 
 test('texts become values, and values the same texts', () => {

@@ -6,7 +6,10 @@ const ASKED = { devices: 1, hosts: 1, gpu: null, memory_mb: null, labels: [] };
 
 /** @param {object} [asked] @param {object} [needs] */
 const text = (asked = {}, needs = {}) => {
-  const { devices, conditions } = resourcesOf({ resources: { ...ASKED, ...asked }, requirements: { sequence_parallel: 1, expert_parallel: 1, ...needs } });
+  const { devices, conditions } = resourcesOf({
+    resources: { ...ASKED, ...asked },
+    requirements: { sequence_parallel: 1, expert_parallel: 1, ...needs },
+  });
   return [devices, ...conditions].join(', ');
 };
 

@@ -30,17 +30,21 @@ const { connection } = await import('../../../../app/web/static/js/stream.js');
 const { RunStore } = await import('../../../../app/web/static/js/run_store.js');
 const { get } = await import('../../../../app/web/static/js/api.js');
 
-const json = (body, status = 200) => new Response(JSON.stringify(body), { status, headers: { 'content-type': 'application/json' } });
+const json = (body, status = 200) =>
+  new Response(JSON.stringify(body), { status, headers: { 'content-type': 'application/json' } });
 const RUN = { id: 'run_1', status: 'running', last_seq: 10, started_at: '2026-01-02T03:04:05Z' };
 
 /** A service whose responses are made by `answers`, by the end of the path; each may be replaced during a test. */
 function service(more = {}) {
   const answers = {
     run_1: () => json(RUN),
-    metrics: () => json({ series: { loss: { steps: [1, 2], values: [3, 2] } }, clock: { steps: [], seconds: [] }, last_seq: 10 }),
+    metrics: () =>
+      json({ series: { loss: { steps: [1, 2], values: [3, 2] } }, clock: { steps: [], seconds: [] }, last_seq: 10 }),
     lines: () => json({ data: [{ seq: 9, line: 'a', level: 'info' }], has_more: false }),
     history: () => json({ data: [], has_more: false }),
-    checkpoints: () => json({ data: [] }), actions: () => json({ data: [] }), attempts: () => json({ data: [] }),
+    checkpoints: () => json({ data: [] }),
+    actions: () => json({ data: [] }),
+    attempts: () => json({ data: [] }),
     ...more,
   };
   const asked = [];
@@ -52,7 +56,8 @@ function service(more = {}) {
 }
 
 const until = async (isTrue, what) => {
-  for (const end = Date.now() + 10_000; !isTrue(); await new Promise((resolve) => setTimeout(resolve, 5))) assert.ok(Date.now() < end, what);
+  for (const end = Date.now() + 10_000; !isTrue(); await new Promise((resolve) => setTimeout(resolve, 5)))
+    assert.ok(Date.now() < end, what);
 };
 const lines = (store) => store.log.lines.map((line) => line.line);
 
@@ -63,7 +68,12 @@ test('a part that cannot be read says so, and is read once the service answers',
   await until(() => store.failures.value.curves, 'the failure is shown');
   assert.deepEqual(lines(store), ['a'], 'the other parts are shown');
   streams.at(-1).send('metric', 11, { step: 3, loss: 1 });
-  answers.metrics = () => json({ series: { loss: { steps: [1, 2, 3], values: [3, 2, 1] } }, clock: { steps: [], seconds: [] }, last_seq: 11 });
+  answers.metrics = () =>
+    json({
+      series: { loss: { steps: [1, 2, 3], values: [3, 2, 1] } },
+      clock: { steps: [], seconds: [] },
+      last_seq: 11,
+    });
   await opened;
   assert.deepEqual(store.failures.value, {});
   assert.deepEqual(store.series.get('loss'), { steps: [1, 2, 3], values: [3, 2, 1] });
@@ -82,7 +92,15 @@ test('events that arrive while a part is read are added once', async () => {
   streams.at(-1).send('log', 11, { line: 'b', level: 'info' });
   streams.at(-1).send('log', 12, { line: 'c', level: 'info' });
   await until(() => store.parts.log.waiting?.length === 2, 'they wait');
-  answer(json({ data: [{ seq: 9, line: 'a', level: 'info' }, { seq: 11, line: 'b', level: 'info' }], has_more: false }));
+  answer(
+    json({
+      data: [
+        { seq: 9, line: 'a', level: 'info' },
+        { seq: 11, line: 'b', level: 'info' },
+      ],
+      has_more: false,
+    }),
+  );
   await opened;
   assert.deepEqual(lines(store), ['a', 'b', 'c']);
   store.close();
@@ -110,7 +128,12 @@ test('a log of one level shows live lines of that level only', async () => {
   await store.open();
   await store.readLog('warning');
   assert.ok(asked.at(-1).includes('level=warning'));
-  for (const [seq, level] of [[11, 'info'], [12, 'warning'], [13, 'error']]) streams.at(-1).send('log', seq, { line: level, level });
+  for (const [seq, level] of [
+    [11, 'info'],
+    [12, 'warning'],
+    [13, 'error'],
+  ])
+    streams.at(-1).send('log', seq, { line: level, level });
   await until(() => store.log.lines.length === 3, 'lines arrive');
   assert.deepEqual(lines(store), ['a', 'warning', 'error']);
   store.close();

@@ -46,9 +46,20 @@ function resolved(name) {
  * }} props `extent`: horizontal range of all charts of the page, so that the same step is at the same place in each.
  */
 export function LineChart({
-  title, curves, smoothing = 0, logScale = false, shape = '', marks = [], format = significant,
-  position = (x) => `step ${Math.round(x).toLocaleString('en-US')}`, ticks, group = 'page', extent = null, zoom = null,
-  onZoom, actions,
+  title,
+  curves,
+  smoothing = 0,
+  logScale = false,
+  shape = '',
+  marks = [],
+  format = significant,
+  position = (x) => `step ${Math.round(x).toLocaleString('en-US')}`,
+  ticks,
+  group = 'page',
+  extent = null,
+  zoom = null,
+  onZoom,
+  actions,
 }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const [at, setAt] = useState(/** @type {number | null} */ (null));
@@ -57,13 +68,30 @@ export function LineChart({
   const colors = palette.value;
   // Smoothed curves are drawn over their points.
   const shown = curves.flatMap((curve) =>
-    smoothing > 0 && !curve.dots ? [{ ...curve, faint: true }, { ...curve, y: smooth(curve.y, smoothing) }] : [curve],
+    smoothing > 0 && !curve.dots
+      ? [
+          { ...curve, faint: true },
+          { ...curve, y: smooth(curve.y, smoothing) },
+        ]
+      : [curve],
   );
   const { x, ys } = align(shown);
-  const look = JSON.stringify([colors, logScale, shape, shown.map((one) => [one.name, one.color, one.dots, 'faint' in one])]);
+  const look = JSON.stringify([
+    colors,
+    logScale,
+    shape,
+    shown.map((one) => [one.name, one.color, one.dots, 'faint' in one]),
+  ]);
 
   useEffect(() => {
-    const drawing = new Drawing(/** @type {HTMLElement} */ (box.current), { shown, logScale, isWide: shape === 'wide', group, ticks, onCursor: setAt });
+    const drawing = new Drawing(/** @type {HTMLElement} */ (box.current), {
+      shown,
+      logScale,
+      isWide: shape === 'wide',
+      group,
+      ticks,
+      onCursor: setAt,
+    });
     chart.current = drawing;
     drawing.onZoom = onZoom;
     drawing.show([x, ...ys], marks, zoom ?? extent, true);
@@ -78,20 +106,38 @@ export function LineChart({
   });
 
   const index = at ?? x.length - 1;
-  const values = shown.flatMap((curve, number) => ('faint' in curve ? [] : [{ ...curve, value: lastValue(ys[number], index) }]));
-  return html`<figure class=${`chart ${shape}`} aria-label=${`${title}: ${values.map((one) => `${one.name} ${format(one.value)}`).join(', ')}`}>
-    <header><h2>${title}</h2>
+  const values = shown.flatMap((curve, number) =>
+    'faint' in curve ? [] : [{ ...curve, value: lastValue(ys[number], index) }],
+  );
+  return html`<figure
+    class=${`chart ${shape}`}
+    aria-label=${`${title}: ${values.map((one) => `${one.name} ${format(one.value)}`).join(', ')}`}
+  >
+    <header>
+      <h2>${title}</h2>
       <div class="vals">
         ${at != null && x[at] != null && html`<span>${position(x[at])}</span>`}
-        ${values.length <= 3 && values.map((one) => html`<span style=${{ '--k': `var(${one.color})` }}>${values.length > 1 && html`<i></i>${one.name} `}<b>${format(one.value)}</b></span>`)}
-      </div>${actions}
+        ${values.length <= 3 &&
+        values.map(
+          (one) => html`<span style=${{ '--k': `var(${one.color})` }}>
+            ${values.length > 1 && html`<i></i>${one.name} `}
+            <b>${format(one.value)}</b>
+          </span>`,
+        )}
+      </div>
+      ${actions}
     </header>
     <div class="plot" ref=${box}></div>
   </figure>`;
 }
 
 /** Distances between the ticks of the horizontal axis. */
-const PARTS = Array.from({ length: 24 }, (_, index) => 10 ** (index - 9)).flatMap((unit) => [unit, 2 * unit, 2.5 * unit, 5 * unit]);
+const PARTS = Array.from({ length: 24 }, (_, index) => 10 ** (index - 9)).flatMap((unit) => [
+  unit,
+  2 * unit,
+  2.5 * unit,
+  5 * unit,
+]);
 const WHOLE = PARTS.filter(Number.isInteger);
 
 /** The canvas of a chart. Data that arrives faster than it is drawn, or out of sight, waits. */
@@ -130,18 +176,36 @@ class Drawing {
         padding: [6, 14, 0, 0],
         legend: { show: false },
         // The other charts follow the cursor, but not a selection: one that is not drawn yet has no scale to read it with.
-        cursor: { sync: { key: group, filters: { pub: () => true, sub: (/** @type {string} */ type) => type === 'mousemove' || type === 'mouseleave' } }, points: { size: 7, width: 2 }, drag: { x: true, y: false, setScale: false } },
+        cursor: {
+          sync: {
+            key: group,
+            filters: {
+              pub: () => true,
+              sub: (/** @type {string} */ type) => type === 'mousemove' || type === 'mouseleave',
+            },
+          },
+          points: { size: 7, width: 2 },
+          drag: { x: true, y: false, setScale: false },
+        },
         hooks: {
           draw: [() => this.drawMarks()],
           setCursor: [(/** @type {any} */ plot) => onCursor(plot.cursor.idx ?? null)],
           setSelect: [(/** @type {any} */ plot) => this.select(plot)],
         },
         scales: {
-          x: { time: false, range: (/** @type {any} */ _plot, /** @type {number} */ low, /** @type {number} */ high) => this.range ?? [low, high] },
+          x: {
+            time: false,
+            range: (/** @type {any} */ _plot, /** @type {number} */ low, /** @type {number} */ high) =>
+              this.range ?? [low, high],
+          },
           y: logScale
             ? { distr: 3 }
             : {
-                range: (/** @type {any} */ _plot, /** @type {number | null} */ low, /** @type {number | null} */ high) => {
+                range: (
+                  /** @type {any} */ _plot,
+                  /** @type {number | null} */ low,
+                  /** @type {number | null} */ high,
+                ) => {
                   if (low == null || high == null) return [0, 1];
                   // A constant whose last digits differ by rounding is shown as one.
                   const size = Math.max(Math.abs(low), Math.abs(high));
@@ -151,8 +215,22 @@ class Drawing {
               },
         },
         axes: [
-          { ...axis, size: 26, gap: 4, incrs: () => (this.hasWholeSteps() ? WHOLE : PARTS), space: isWide ? 70 : 48, values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)) },
-          { ...axis, size: (/** @type {any} */ _plot, /** @type {string[] | null} */ labels) => Math.max(50, ...(labels ?? []).map((label) => 12 + 6.2 * label.length)), gap: 6, space: 34, values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at) },
+          {
+            ...axis,
+            size: 26,
+            gap: 4,
+            incrs: () => (this.hasWholeSteps() ? WHOLE : PARTS),
+            space: isWide ? 70 : 48,
+            values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)),
+          },
+          {
+            ...axis,
+            size: (/** @type {any} */ _plot, /** @type {string[] | null} */ labels) =>
+              Math.max(50, ...(labels ?? []).map((label) => 12 + 6.2 * label.length)),
+            gap: 6,
+            space: 34,
+            values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at),
+          },
         ],
         series: [
           {},

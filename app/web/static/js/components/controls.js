@@ -21,12 +21,23 @@ export const statusName = (status) => STATUS[status]?.[1] ?? status;
 
 /** @param {{ status: string, plain?: boolean }} props */
 export const Chip = ({ status, plain }) =>
-  html`<span class=${plain ? 'chip plain' : 'chip'} data-s=${status}><${Icon} name=${STATUS[status]?.[0] ?? 'ring'} />${statusName(status)}</span>`;
+  html`<span class=${plain ? 'chip plain' : 'chip'} data-s=${status}>
+    <${Icon} name=${STATUS[status]?.[0] ?? 'ring'} />
+    ${statusName(status)}
+  </span>`;
 
 /** @param {{ value: number, status?: string, label: string }} props `value`: from 0 to 1. */
 export const Bar = ({ value, status, label }) => {
   const share = Math.min(Math.max(value || 0, 0), 1);
-  return html`<div class="bar" data-s=${status} role="progressbar" aria-label=${label} aria-valuenow=${Math.round(share * 100)} aria-valuemin="0" aria-valuemax="100">
+  return html`<div
+    class="bar"
+    data-s=${status}
+    role="progressbar"
+    aria-label=${label}
+    aria-valuenow=${Math.round(share * 100)}
+    aria-valuemin="0"
+    aria-valuemax="100"
+  >
     <i style=${{ width: `${100 * share}%` }}></i>
   </div>`;
 };
@@ -37,7 +48,11 @@ export const Bar = ({ value, status, label }) => {
  */
 export const Choice = ({ label, value, options, onChange }) =>
   html`<span class="seg" role="group" aria-label=${label}>
-    ${options.map(([key, text]) => html`<button type="button" aria-pressed=${String(key === value)} onClick=${() => onChange(key)}>${text}</button>`)}
+    ${options.map(
+      ([key, text]) => html`<button type="button" aria-pressed=${String(key === value)} onClick=${() => onChange(key)}>
+        ${text}
+      </button>`,
+    )}
   </span>`;
 
 /** @param {{ text: string, shown?: string, label: string }} props */
@@ -50,12 +65,16 @@ export function Copy({ text, shown, label }) {
   }, [done]);
   const copy = async () => {
     // Over plain HTTP, other than on this machine, browsers offer no clipboard: the text is selected for copying.
-    const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    const isCopied = await navigator.clipboard?.writeText(text).then(
+      () => true,
+      () => false,
+    );
     if (isCopied) setDone(true);
     else prompt(label, text);
   };
   return html`<button type="button" class="copy" title=${label} onClick=${copy}>
-    ${shown ?? text}<span aria-live="polite">${done ? ' copied' : ''}</span>
+    ${shown ?? text}
+    <span aria-live="polite">${done ? ' copied' : ''}</span>
   </button>`;
 }
 
@@ -66,7 +85,8 @@ export function Copy({ text, shown, label }) {
 export function Menu({ button, children, kind = '', label }) {
   const [isOpen, setOpen] = useState(false);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
-  const items = () => /** @type {HTMLElement[]} */ ([...(box.current?.querySelectorAll('.pop button:not(:disabled), .pop a') ?? [])]);
+  const items = () =>
+    /** @type {HTMLElement[]} */ ([...(box.current?.querySelectorAll('.pop button:not(:disabled), .pop a') ?? [])]);
   useEffect(() => {
     if (!isOpen) return undefined;
     // A button near the left edge of a narrow window opens its list to the right.
@@ -92,7 +112,16 @@ export function Menu({ button, children, kind = '', label }) {
     } else if (event.key === 'Tab') setOpen(false);
   };
   return html`<div class="menu" ref=${box} onKeyDown=${onKey}>
-    <button type="button" class=${`btn ${kind}`} aria-haspopup="true" aria-expanded=${String(isOpen)} aria-label=${label} onClick=${() => setOpen(!isOpen)}>${button}</button>
+    <button
+      type="button"
+      class=${`btn ${kind}`}
+      aria-haspopup="true"
+      aria-expanded=${String(isOpen)}
+      aria-label=${label}
+      onClick=${() => setOpen(!isOpen)}
+    >
+      ${button}
+    </button>
     ${isOpen && html`<div class="pop" onClick=${() => setOpen(false)}>${children}</div>`}
   </div>`;
 }
@@ -108,9 +137,20 @@ export function Dialog({ title, onClose, children, wide }) {
     element?.showModal();
     return () => element?.close();
   }, []);
-  return html`<dialog class=${wide ? 'dialog wide' : 'dialog'} ref=${box} aria-label=${title} onCancel=${onClose} onClick=${(/** @type {MouseEvent} */ event) => event.target === box.current && onClose()}>
+  return html`<dialog
+    class=${wide ? 'dialog wide' : 'dialog'}
+    ref=${box}
+    aria-label=${title}
+    onCancel=${onClose}
+    onClick=${(/** @type {MouseEvent} */ event) => event.target === box.current && onClose()}
+  >
     <div class="inner">
-      <header class="row"><h2 class="grow">${title}</h2><button type="button" class="btn quiet icon small" aria-label="Close" onClick=${onClose}><${Icon} name="cross" /></button></header>
+      <header class="row">
+        <h2 class="grow">${title}</h2>
+        <button type="button" class="btn quiet icon small" aria-label="Close" onClick=${onClose}>
+          <${Icon} name="cross" />
+        </button>
+      </header>
       ${children}
     </div>
   </dialog>`;
@@ -131,9 +171,25 @@ export function Spark({ values, status, what = 'Loss', width = 112, height = 26 
   values.forEach((value, index) => {
     if (value != null) line += `${line ? 'L' : 'M'}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
   });
-  const color = status === 'failed' ? 'var(--bad)' : status === 'running' || status === 'checkpointing' ? 'var(--accent)' : 'var(--faint)';
-  return html`<svg class="spark" width=${width} height=${height} role="img" aria-label=${`${what} from ${format.loss(known[0])} to ${format.loss(known.at(-1))}`}>
+  const color =
+    status === 'failed'
+      ? 'var(--bad)'
+      : status === 'running' || status === 'checkpointing'
+        ? 'var(--accent)'
+        : 'var(--faint)';
+  return html`<svg
+    class="spark"
+    width=${width}
+    height=${height}
+    role="img"
+    aria-label=${`${what} from ${format.loss(known[0])} to ${format.loss(known.at(-1))}`}
+  >
     <path d=${line} fill="none" stroke=${color} stroke-width="1.5" stroke-linejoin="round" />
-    <circle cx=${x(values.lastIndexOf(/** @type {number} */ (known.at(-1))))} cy=${y(/** @type {number} */ (known.at(-1)))} r="2.2" fill=${color} />
+    <circle
+      cx=${x(values.lastIndexOf(/** @type {number} */ (known.at(-1))))}
+      cy=${y(/** @type {number} */ (known.at(-1)))}
+      r="2.2"
+      fill=${color}
+    />
   </svg>`;
 }

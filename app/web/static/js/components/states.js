@@ -4,25 +4,36 @@ import { html } from '../../vendor/preact.js';
 import { Icon } from './icon.js';
 
 /** @param {{ text: string }} props Text in which code stands between backticks, as in the messages of the service. */
-export const Prose = ({ text }) => html`${text.split('`').map((part, index) => (index % 2 ? html`<code>${part}</code>` : part))}`;
+export const Prose = ({ text }) => html`${text
+  .split('`')
+  .map((part, index) => (index % 2 ? html`<code>${part}</code>` : part))}`;
 
 /** @param {{ error: Error | null }} props Message of a failed request, if it failed. */
-export const ErrorText = ({ error }) => error && html`<p class="error-text" role="alert"><${Prose} text=${error.message} /></p>`;
+export const ErrorText = ({ error }) =>
+  error && html`<p class="error-text" role="alert"><${Prose} text=${error.message} /></p>`;
 
 /** @param {{ what: string }} props `what`: a plural noun, such as `runs`. */
 export const Loading = ({ what }) => html`<p class="state muted" role="status" aria-busy="true">Loading ${what} …</p>`;
 
 /** @param {{ error: import('../api.js').ApiError, onRetry?: () => void }} props */
 export const Failure = ({ error, onRetry }) => html`<div class="state" role="alert">
-  <p class="row"><${Icon} name="warn" /><b>${error.status === 0 ? 'No connection' : error.status === 404 ? 'Not found' : 'The request failed'}</b></p>
+  <p class="row">
+    <${Icon} name="warn" />
+    <b>${error.status === 0 ? 'No connection' : error.status === 404 ? 'Not found' : 'The request failed'}</b>
+  </p>
   <p><${Prose} text=${error.message} /></p>
-  ${error.errors.length > 0 && html`<ul>${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}</ul>`}
+  ${error.errors.length > 0 && html`<ul>
+    ${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}
+  </ul>`}
   <p class="sub">${error.code}${error.requestId && html` · request <code>${error.requestId}</code>`}</p>
   ${onRetry && html`<p><button type="button" class="btn small" onClick=${onRetry}>Try again</button></p>`}
 </div>`;
 
 /** @param {{ title: string, children?: any }} props */
-export const Empty = ({ title, children }) => html`<div class="state empty"><p><b>${title}</b></p>${children}</div>`;
+export const Empty = ({ title, children }) => html`<div class="state empty">
+  <p><b>${title}</b></p>
+  ${children}
+</div>`;
 
 /**
  * Content of a resource, or its state. Data that was read stays while a failure heals.
@@ -30,6 +41,12 @@ export const Empty = ({ title, children }) => html`<div class="state empty"><p><
  */
 export function Loaded({ resource, what, children }) {
   const { data, error, reload } = resource;
-  if (data === undefined) return error ? html`<${Failure} error=${error} onRetry=${reload} />` : html`<${Loading} what=${what} />`;
-  return html`${error && html`<p class="stale sub" role="status"><${Prose} text=${error.message} /> The data below is of before.</p>`}${children(data)}`;
+  if (data === undefined)
+    return error ? html`<${Failure} error=${error} onRetry=${reload} />` : html`<${Loading} what=${what} />`;
+  return html`
+    ${error && html`<p class="stale sub" role="status">
+      <${Prose} text=${error.message} /> The data below is of before.
+    </p>`}
+    ${children(data)}
+  `;
 }

@@ -13,16 +13,50 @@ export function Rows({ dataset }) {
   // Positions of the pages so far; the last one is shown.
   const [pages, setPages] = useState(/** @type {(string | null)[]} */ ([null]));
   const after = pages[pages.length - 1];
-  const found = useResource((signal) => get(`/v1/datasets/${dataset.id}/rows`, { after, limit: PAGE_SIZE }, signal), `${dataset.id} ${after}`);
-  return html`<section class="box" aria-label="Rows"><header><h2>Rows</h2>${found.data && html`<span class="sub num">${rangeText(found.data.data, dataset.rows)}</span>`}<span class="grow"></span>
-      <button type="button" class="btn small" disabled=${pages.length === 1} onClick=${() => setPages(pages.slice(0, -1))}>Previous</button>
-      <button type="button" class="btn small" disabled=${!found.data?.next} onClick=${() => setPages([...pages, found.data.next])}>Next</button></header>
-    <${Loaded} resource=${found} what="rows">${(/** @type {any} */ page) => html`<ol class="rows">${page.data.map((/** @type {any} */ one) => html`<li key=${one.line}><span class="sub num">${format.integer(one.line)}</span><${Row} row=${one.row} /></li>`)}</ol>`}<//>
+  const found = useResource(
+    (signal) => get(`/v1/datasets/${dataset.id}/rows`, { after, limit: PAGE_SIZE }, signal),
+    `${dataset.id} ${after}`,
+  );
+  return html`<section class="box" aria-label="Rows">
+    <header>
+      <h2>Rows</h2>
+      ${found.data && html`<span class="sub num">${rangeText(found.data.data, dataset.rows)}</span>`}
+      <span class="grow"></span>
+      <button
+        type="button"
+        class="btn small"
+        disabled=${pages.length === 1}
+        onClick=${() => setPages(pages.slice(0, -1))}
+      >
+        Previous
+      </button>
+      <button
+        type="button"
+        class="btn small"
+        disabled=${!found.data?.next}
+        onClick=${() => setPages([...pages, found.data.next])}
+      >
+        Next
+      </button>
+    </header>
+    <${Loaded} resource=${found} what="rows">
+      ${(/** @type {any} */ page) => html`<ol class="rows">
+        ${page.data.map(
+          (/** @type {any} */ one) => html`<li key=${one.line}>
+            <span class="sub num">${format.integer(one.line)}</span>
+            <${Row} row=${one.row} />
+          </li>`,
+        )}
+      </ol>`}
+    <//>
   </section>`;
 }
 
 /** @param {{ line: number }[]} rows @param {number} total */
-const rangeText = (rows, total) => (rows.length ? `${format.integer(rows[0].line)} to ${format.integer(rows[rows.length - 1].line)} of ${format.integer(total)}` : 'none');
+const rangeText = (rows, total) =>
+  rows.length
+    ? `${format.integer(rows[0].line)} to ${format.integer(rows[rows.length - 1].line)} of ${format.integer(total)}`
+    : 'none';
 
 /** @param {{ row: Record<string, any> }} props */
 export function Row({ row }) {
@@ -32,15 +66,30 @@ export function Row({ row }) {
     ${Array.isArray(row.messages) && html`<${Talk} messages=${row.messages} />`}
     ${row.prompt != null && html`<${Part} value=${row.prompt} role="prompt" />`}
     ${row.completion != null && html`<${Part} value=${row.completion} role="completion" />`}
-    ${(row.chosen != null || row.rejected != null) && html`<div class="pair"><div><p class="sub">chosen</p><${Part} value=${row.chosen} role="chosen" /></div><div><p class="sub">rejected</p><${Part} value=${row.rejected} role="rejected" /></div></div>`}
-    ${typeof row.label === 'boolean' && html`<p><span class=${row.label ? 'tag best' : 'tag warn'}>${row.label ? 'good' : 'bad'}</span></p>`}
+    ${(row.chosen != null || row.rejected != null) && html`<div class="pair">
+      <div><p class="sub">chosen</p><${Part} value=${row.chosen} role="chosen" /></div>
+      <div><p class="sub">rejected</p><${Part} value=${row.rejected} role="rejected" /></div>
+    </div>`}
+    ${typeof row.label === 'boolean' && html`<p>
+      <span class=${row.label ? 'tag best' : 'tag warn'}>${row.label ? 'good' : 'bad'}</span>
+    </p>`}
     ${row.text != null && html`<p class="pre">${String(row.text)}</p>`}
-    ${others.length > 0 && html`<dl class="kv left">${others.map(([name, value]) => html`<dt class="mono">${name}</dt><dd class="pre">${typeof value === 'string' ? value : JSON.stringify(value)}</dd>`)}</dl>`}
+    ${others.length > 0 && html`<dl class="kv left">
+      ${others.map(
+        ([name, value]) => html`
+          <dt class="mono">${name}</dt>
+          <dd class="pre">${typeof value === 'string' ? value : JSON.stringify(value)}</dd>
+        `,
+      )}
+    </dl>`}
   </div>`;
 }
 
 /** @param {{ value: any, role: string }} props A text, or a list of messages. */
-const Part = ({ value, role }) => (Array.isArray(value) ? html`<${Talk} messages=${value} />` : html`<div class=${role === 'prompt' ? 'bubble u' : 'bubble'}>${value == null ? '–' : String(value)}</div>`);
+const Part = ({ value, role }) =>
+  Array.isArray(value)
+    ? html`<${Talk} messages=${value} />`
+    : html`<div class=${role === 'prompt' ? 'bubble u' : 'bubble'}>${value == null ? '–' : String(value)}</div>`;
 
 /** @param {any} message @param {boolean} hasCalls @returns {string} */
 function contentText(message, hasCalls) {
@@ -54,6 +103,9 @@ function contentText(message, hasCalls) {
 const Talk = ({ messages }) => html`${messages.map((one) => {
   const calls = one?.tool_calls ? JSON.stringify(one.tool_calls, null, 1) : null;
   const content = contentText(one, calls !== null);
-  return html`<div class=${one?.role === 'user' ? 'bubble u' : 'bubble'}><span class="sub">${one?.role ?? ''}</span>
-${content}${calls && html`<code class="pre">${calls}</code>`}</div>`;
+  return html`<div class=${one?.role === 'user' ? 'bubble u' : 'bubble'}>
+    <span class="sub">${one?.role ?? ''}</span>
+    ${content}
+    ${calls && html`<code class="pre">${calls}</code>`}
+  </div>`;
 })}`;

@@ -37,7 +37,12 @@ export function Upload({ onDone }) {
     form.append('name', one.file.name);
     form.append('file', one.file);
     try {
-      const dataset = await upload('/v1/datasets', form, (sent, total) => change(one.number, { sent, state: sent < total ? 'sending' : 'checking' }), one.aborted.signal);
+      const dataset = await upload(
+        '/v1/datasets',
+        form,
+        (sent, total) => change(one.number, { sent, state: sent < total ? 'sending' : 'checking' }),
+        one.aborted.signal,
+      );
       change(one.number, { state: 'done', dataset });
       onDone();
     } catch (error) {
@@ -47,33 +52,95 @@ export function Upload({ onDone }) {
   };
   const add = (/** @type {FileList | null | undefined} */ files) => {
     const added = [...(files ?? [])].map((file) => ({
-      number: (count.current += 1), file, state: /** @type {'waiting'} */ ('waiting'), sent: 0, began: 0, error: null, dataset: null, aborted: new AbortController(),
+      number: (count.current += 1),
+      file,
+      state: /** @type {'waiting'} */ ('waiting'),
+      sent: 0,
+      began: 0,
+      error: null,
+      dataset: null,
+      aborted: new AbortController(),
     }));
     setTransfers((all) => [...added, ...all]);
     for (const one of added) queue.current = queue.current.then(() => send(one));
   };
-  return html`<div class=${isOver ? 'drop over' : 'drop'} onDragOver=${(/** @type {DragEvent} */ event) => { event.preventDefault(); setOver(true); }} onDragLeave=${() => setOver(false)}
-      onDrop=${(/** @type {DragEvent} */ event) => { event.preventDefault(); setOver(false); add(event.dataTransfer?.files); }}>
+  return html`
+    <div
+      class=${isOver ? 'drop over' : 'drop'}
+      onDragOver=${(/** @type {DragEvent} */ event) => {
+        event.preventDefault();
+        setOver(true);
+      }}
+      onDragLeave=${() => setOver(false)}
+      onDrop=${(/** @type {DragEvent} */ event) => {
+        event.preventDefault();
+        setOver(false);
+        add(event.dataTransfer?.files);
+      }}
+    >
       <button type="button" class="btn primary" onClick=${() => input.current?.click()}>Upload files</button>
-      <input ref=${input} type="file" multiple hidden aria-label="Files to upload" accept=".jsonl,.json,.csv,.tsv,.parquet,.gz" onChange=${(/** @type {any} */ event) => { add(event.target.files); event.target.value = ''; }} />
+      <input
+        ref=${input}
+        type="file"
+        multiple
+        hidden
+        aria-label="Files to upload"
+        accept=".jsonl,.json,.csv,.tsv,.parquet,.gz"
+        onChange=${(/** @type {any} */ event) => {
+          add(event.target.files);
+          event.target.value = '';
+        }}
+      />
       <p class="sub">or drop them here: JSONL, JSON, CSV, TSV or Parquet, also with gzip</p>
     </div>
-    ${transfers.map((one) => html`<${TransferBox} key=${one.number} transfer=${one} onCancel=${() => { one.aborted.abort(); change(one.number, { state: 'cancelled' }); }} onClose=${() => setTransfers((all) => all.filter((other) => other !== one))} />`)}`;
+    ${transfers.map(
+      (one) => html`<${TransferBox}
+        key=${one.number}
+        transfer=${one}
+        onCancel=${() => {
+          one.aborted.abort();
+          change(one.number, { state: 'cancelled' });
+        }}
+        onClose=${() => setTransfers((all) => all.filter((other) => other !== one))}
+      />`,
+    )}
+  `;
 }
 
 /** @param {{ transfer: Transfer, onCancel: () => void, onClose: () => void }} props */
 function TransferBox({ transfer, onCancel, onClose }) {
   const { file, state, sent, error, dataset } = transfer;
   const isActive = state === 'waiting' || state === 'sending' || state === 'checking';
-  return html`<section class="box" aria-label=${`Upload of ${file.name}`}><header><h2 class="clip">${file.name}</h2>
-      ${state === 'failed' && html`<span class="tag warn">rejected, nothing was stored</span>`}${state === 'done' && html`<span class="tag best">stored</span>`}<span class="grow"></span>
-      <button type="button" class="btn quiet small" onClick=${isActive ? onCancel : onClose}>${isActive ? 'Cancel' : 'Close'}</button></header>
-    ${(state === 'sending' || state === 'checking') && html`<div class="inside"><${Bar} value=${sent / Math.max(file.size, 1)} label=${`Upload of ${file.name}`} /><p class="sub num" role="status">${format.transfer(sent, file.size, (Date.now() - transfer.began) / 1000)}</p></div>`}
+  return html`<section class="box" aria-label=${`Upload of ${file.name}`}>
+    <header>
+      <h2 class="clip">${file.name}</h2>
+      ${state === 'failed' && html`<span class="tag warn">rejected, nothing was stored</span>`}
+      ${state === 'done' && html`<span class="tag best">stored</span>`}
+      <span class="grow"></span>
+      <button type="button" class="btn quiet small" onClick=${isActive ? onCancel : onClose}>
+        ${isActive ? 'Cancel' : 'Close'}
+      </button>
+    </header>
+    ${(state === 'sending' || state === 'checking') && html`<div class="inside">
+      <${Bar} value=${sent / Math.max(file.size, 1)} label=${`Upload of ${file.name}`} />
+      <p class="sub num" role="status">${format.transfer(sent, file.size, (Date.now() - transfer.began) / 1000)}</p>
+    </div>`}
     ${state === 'waiting' && html`<p class="inside sub">Waits for the file before it.</p>`}
     ${state === 'cancelled' && html`<p class="inside sub">Cancelled. Nothing was stored.</p>`}
-    ${state === 'done' && html`<p class="inside"><a href=${`/datasets/${dataset.id}`}>${format.counted(dataset.rows, 'row')} of format ${dataset.format}</a></p>`}
-    ${error && html`<div class="inside"><${ErrorText} error=${error} /></div>
-      ${error.errors.length > 0 && html`<ul class="list">${error.errors.map((one) => html`<li><span class="sub num nowrap">${one.field}</span><span class="grow"><${Prose} text=${one.message} /></span></li>`)}</ul>`}`}
+    ${state === 'done' && html`<p class="inside">
+      <a href=${`/datasets/${dataset.id}`}>${format.counted(dataset.rows, 'row')} of format ${dataset.format}</a>
+    </p>`}
+    ${error && html`
+      <div class="inside"><${ErrorText} error=${error} /></div>
+      ${error.errors.length > 0 && html`<ul class="list">
+        ${error.errors.map(
+          (one) => html`<li>
+            <span class="sub num nowrap">${one.field}</span>
+            <span class="grow"><${Prose} text=${one.message} /></span>
+          </li>`,
+        )}
+      </ul>`}
+    `}
   </section>`;
 }
 
@@ -81,19 +148,41 @@ function TransferBox({ transfer, onCancel, onClose }) {
 export function HubImport({ onClose }) {
   const action = useAction();
   const [values, setValues] = useState({ hub: '', split: 'train', subset: '' });
-  const set = (/** @type {string} */ name) => (/** @type {any} */ event) => setValues({ ...values, [name]: event.target.value });
+  const set = (/** @type {string} */ name) => (/** @type {any} */ event) =>
+    setValues({ ...values, [name]: event.target.value });
   const send = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      const made = await post('/v1/datasets', { hub: values.hub.trim(), split: values.split.trim() || 'train', ...(values.subset.trim() ? { subset: values.subset.trim() } : {}) });
+      const made = await post('/v1/datasets', {
+        hub: values.hub.trim(),
+        split: values.split.trim() || 'train',
+        ...(values.subset.trim() ? { subset: values.subset.trim() } : {}),
+      });
       go(`/datasets/${made.id}`);
     });
   };
-  return html`<${Dialog} title="Import from the Hugging Face Hub" onClose=${onClose}><form class="stackform" onSubmit=${send}>
-    <div class="f"><label for="hub">Dataset</label><input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${set('hub')} /></div>
-    <div class="row"><div class="f"><label for="split">Split</label><input id="split" type="text" value=${values.split} onInput=${set('split')} /></div><div class="f"><label for="subset">Subset</label><input id="subset" type="text" value=${values.subset} onInput=${set('subset')} /></div></div>
-    ${action.busy && html`<p class="muted" role="status">The service downloads and checks the dataset …</p>`}
-    <${ErrorText} error=${action.error} />
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Import</button></footer>
-  </form><//>`;
+  return html`<${Dialog} title="Import from the Hugging Face Hub" onClose=${onClose}>
+    <form class="stackform" onSubmit=${send}>
+      <div class="f">
+        <label for="hub">Dataset</label>
+        <input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${set('hub')} />
+      </div>
+      <div class="row">
+        <div class="f">
+          <label for="split">Split</label>
+          <input id="split" type="text" value=${values.split} onInput=${set('split')} />
+        </div>
+        <div class="f">
+          <label for="subset">Subset</label>
+          <input id="subset" type="text" value=${values.subset} onInput=${set('subset')} />
+        </div>
+      </div>
+      ${action.busy && html`<p class="muted" role="status">The service downloads and checks the dataset …</p>`}
+      <${ErrorText} error=${action.error} />
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary" disabled=${action.busy}>Import</button>
+      </footer>
+    </form>
+  <//>`;
 }

@@ -18,7 +18,11 @@ const MOST_RUNS = 20;
 const MOST_POINTS = 1000;
 const LIVE_EVERY_MS = 5000;
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
-const AXES = /** @type {[string, string][]} */ ([['step', 'Step'], ['epoch', 'Epoch'], ['time', 'Time']]);
+const AXES = /** @type {[string, string][]} */ ([
+  ['step', 'Step'],
+  ['epoch', 'Epoch'],
+  ['time', 'Time'],
+]);
 /** Curves that can be shown: series, title, format. */
 const CURVES = /** @type {[string, string, (value: number | null | undefined) => string][]} */ ([
   ['loss', 'Train loss', format.loss],
@@ -36,7 +40,11 @@ export default function Compare() {
   const [isLive, setLive] = useState(false);
   const isValid = ids.length >= 2 && ids.length <= MOST_RUNS;
   const everyMs = isLive ? LIVE_EVERY_MS : undefined;
-  const found = useResource((signal) => get('/v1/runs/compare', { ids: ids.join(',') }, signal), isValid ? ids.join(',') : null, { everyMs });
+  const found = useResource(
+    (signal) => get('/v1/runs/compare', { ids: ids.join(',') }, signal),
+    isValid ? ids.join(',') : null,
+    { everyMs },
+  );
   const runs = found.data?.runs ?? [];
   const isAnyLive = runs.some((/** @type {any} */ run) => LIVE.has(run.status));
   useEffect(() => setLive(isAnyLive), [isAnyLive]);
@@ -44,27 +52,79 @@ export default function Compare() {
     document.title = `Compare ${ids.length} runs · Anneal`;
   }, [ids.length]);
   const [isAdding, setAdding] = useState(false);
-  const head = html`<div class="head center">
-    <div class="grow"><p class="crumb"><a href="/">Runs</a></p><h1>${ids.length ? `Compare ${format.counted(ids.length, 'run')}` : 'Compare runs'}</h1></div>
-    <div class="acts"><button type="button" class="btn" disabled=${ids.length >= MOST_RUNS} onClick=${() => setAdding(true)}><${Icon} name="plus" />Add runs</button>
-      <${Copy} text=${location.href} shown="Copy link" label="Copy the link to this comparison" /></div>
-  </div>${isAdding && html`<${AddRuns} ids=${ids} onClose=${() => setAdding(false)} />`}`;
+  const head = html`
+    <div class="head center">
+      <div class="grow">
+        <p class="crumb"><a href="/">Runs</a></p>
+        <h1>${ids.length ? `Compare ${format.counted(ids.length, 'run')}` : 'Compare runs'}</h1>
+      </div>
+      <div class="acts">
+        <button type="button" class="btn" disabled=${ids.length >= MOST_RUNS} onClick=${() => setAdding(true)}>
+          <${Icon} name="plus" />
+          Add runs
+        </button>
+        <${Copy} text=${location.href} shown="Copy link" label="Copy the link to this comparison" />
+      </div>
+    </div>
+    ${isAdding && html`<${AddRuns} ids=${ids} onClose=${() => setAdding(false)} />`}
+  `;
   if (!isValid) {
-    return html`${head}<section class="box"><${Empty} title=${ids.length > MOST_RUNS ? `At most ${MOST_RUNS} runs can be compared.` : 'Choose at least two runs.'}>
-      <p class="muted">Select them in the list of runs, or add them here.</p><p><a class="btn" href="/">All runs</a></p><//></section>`;
+    return html`
+      ${head}
+      <section class="box">
+        <${Empty} title=${ids.length > MOST_RUNS
+          ? `At most ${MOST_RUNS} runs can be compared.`
+          : 'Choose at least two runs.'}>
+          <p class="muted">Select them in the list of runs, or add them here.</p>
+          <p><a class="btn" href="/">All runs</a></p>
+        <//>
+      </section>
+    `;
   }
   if (!found.data) {
-    return html`${head}${found.error ? html`<section class="box"><${Failure} error=${found.error} onRetry=${found.reload} /><p class="state"><a href="/">All runs</a></p></section>` : html`<${Loading} what="runs" />`}`;
+    return html`
+      ${head}
+      ${found.error
+        ? html`<section class="box">
+            <${Failure} error=${found.error} onRetry=${found.reload} />
+            <p class="state"><a href="/">All runs</a></p>
+          </section>`
+        : html`<${Loading} what="runs" />`}
+    `;
   }
   const hidden = new Set(asked.getAll('hide'));
   const shown = runs.map((/** @type {any} */ run, /** @type {number} */ index) => ({ ...run, color: colorOf(index) }));
-  const flip = (/** @type {string} */ id) => setQuery({ hide: hidden.has(id) ? [...hidden].filter((one) => one !== id) : [...hidden, id] });
-  return html`${head}
-    <div class="row wrap filters">${shown.map((/** @type {any} */ run) => html`<button type="button" class="btn small" key=${run.run_id} aria-pressed=${String(!hidden.has(run.run_id))} style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}} onClick=${() => flip(run.run_id)}>
-      <i class="swatch" style=${{ background: `var(${run.color})` }}></i><span class="clip">${run.name}</span></button>`)}</div>
-    ${found.data.caution && html`<div class="box inside caution" role="note"><p class="warning-text"><${Prose} text=${found.data.caution} /></p></div>`}
+  const flip = (/** @type {string} */ id) =>
+    setQuery({ hide: hidden.has(id) ? [...hidden].filter((one) => one !== id) : [...hidden, id] });
+  return html`
+    ${head}
+    <div class="row wrap filters">
+      ${shown.map(
+        (/** @type {any} */ run) => html`<button
+          type="button"
+          class="btn small"
+          key=${run.run_id}
+          aria-pressed=${String(!hidden.has(run.run_id))}
+          style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}}
+          onClick=${() => flip(run.run_id)}
+        >
+          <i class="swatch" style=${{ background: `var(${run.color})` }}></i>
+          <span class="clip">${run.name}</span>
+        </button>`,
+      )}
+    </div>
+    ${found.data.caution && html`<div class="box inside caution" role="note">
+      <p class="warning-text"><${Prose} text=${found.data.caution} /></p>
+    </div>`}
     <${Curves} runs=${shown.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
-    <${Results} runs=${shown} areComparable=${!found.data.caution} differences=${found.data.differences} common=${found.data.common} ids=${ids} />`;
+    <${Results}
+      runs=${shown}
+      areComparable=${!found.data.caution}
+      differences=${found.data.differences}
+      common=${found.data.common}
+      ids=${ids}
+    />
+  `;
 }
 
 /** @param {{ runs: any[], everyMs: number | undefined }} props */
@@ -75,7 +135,10 @@ function Curves({ runs, everyMs }) {
   const logScale = asked.get('log') === '1';
   const chosen = asked.getAll('curve');
   const rewarded = runs.filter((run) => isRewarded(run.method)).length;
-  const usual = [...(rewarded < runs.length ? ['loss', 'eval_loss'] : []), ...(rewarded > 0 ? ['extra.reward', 'eval_reward'] : [])];
+  const usual = [
+    ...(rewarded < runs.length ? ['loss', 'eval_loss'] : []),
+    ...(rewarded > 0 ? ['extra.reward', 'eval_reward'] : []),
+  ];
   const names = chosen.length ? chosen : usual;
   const offered = CURVES.filter(([name]) => rewarded > 0 || !name.endsWith('reward'));
   const flip = (/** @type {string} */ name) => {
@@ -83,32 +146,101 @@ function Curves({ runs, everyMs }) {
     setQuery({ curve: next.length ? next : null });
   };
   const ids = runs.map((run) => run.run_id).join(',');
-  const read = (/** @type {string} */ name, /** @type {AbortSignal} */ signal) => get('/v1/runs/curves', { ids, name, max_points: MOST_POINTS }, signal);
-  const found = useResource((signal) => Promise.all(names.map((name) => read(name, signal))), ids ? `${names} ${ids}` : null, { everyMs });
+  const read = (/** @type {string} */ name, /** @type {AbortSignal} */ signal) =>
+    get('/v1/runs/curves', { ids, name, max_points: MOST_POINTS }, signal);
+  const found = useResource(
+    (signal) => Promise.all(names.map((name) => read(name, signal))),
+    ids ? `${names} ${ids}` : null,
+    { everyMs },
+  );
   const answers = new Map(found.data?.map((/** @type {any} */ answer) => [answer.name, answer.data]));
   const shown = CURVES.filter(([name]) => names.includes(name)).map(([name, text, numbers]) => {
     const byRun = new Map((answers.get(name) ?? []).map((/** @type {any} */ one) => [one.run_id, one]));
     const curves = runs.flatMap((run) => {
       const one = byRun.get(run.run_id);
       if (!one || one.series.steps.length === 0) return [];
-      return [{ name: run.name, color: run.color, x: positions(one.series, axis, one), y: one.series.values, dots: name.startsWith('eval') }];
+      return [
+        {
+          name: run.name,
+          color: run.color,
+          x: positions(one.series, axis, one),
+          y: one.series.values,
+          dots: name.startsWith('eval'),
+        },
+      ];
     });
     return { name, text, numbers, curves };
   });
   const extent = extentOf(shown.flatMap(({ curves }) => curves.map((curve) => curve.x)));
-  const along = axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : axis === 'time' ? { position: format.duration, ticks: format.duration } : {};
-  return html`<div class="chartbar">
-      <span class="row">Along <${Choice} label="Horizontal axis" value=${axis} options=${AXES} onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value })} /></span>
-      <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })} /><span class="num">${smoothing.toFixed(2)}</span></label>
-      <label class="check"><input type="checkbox" checked=${logScale} onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })} />Log scale</label>
+  const along =
+    axis === 'epoch'
+      ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` }
+      : axis === 'time'
+        ? { position: format.duration, ticks: format.duration }
+        : {};
+  return html`
+    <div class="chartbar">
+      <span class="row">
+        Along <${Choice}
+          label="Horizontal axis"
+          value=${axis}
+          options=${AXES}
+          onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value })}
+        />
+      </span>
+      <label>
+        Smoothing <input
+          type="range"
+          min="0"
+          max="0.99"
+          step="0.01"
+          value=${smoothing}
+          onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })}
+        />
+        <span class="num">${smoothing.toFixed(2)}</span>
+      </label>
+      <label class="check">
+        <input
+          type="checkbox"
+          checked=${logScale}
+          onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })}
+        />
+        Log scale
+      </label>
       <span class="grow"></span>
-      <span class="row wrap" role="group" aria-label="Curves">${offered.map(([name, text]) => html`<label class="check"><input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />${text}</label>`)}</span>
+      <span class="row wrap" role="group" aria-label="Curves">
+        ${offered.map(
+          ([name, text]) => html`<label class="check">
+            <input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />
+            ${text}
+          </label>`,
+        )}
+      </span>
     </div>
-    ${!found.data && ids && (found.error ? html`<${Failure} error=${found.error} onRetry=${found.reload} />` : html`<${Loading} what="curves" />`)}
-    <div class="charts">${shown.map(({ name, text, numbers, curves }) => curves.length === 0
-      ? found.data && html`<p class="chart half tall state muted" key=${name}>No run has the curve “${text}”.</p>`
-      : html`<${LineChart} key=${name} title=${text} shape="half tall" group="compare" format=${numbers} extent=${extent} curves=${curves}
-          smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing} logScale=${logScale && name !== 'learning_rate'} ...${along} />`)}</div>`;
+    ${!found.data &&
+    ids &&
+    (found.error
+      ? html`<${Failure} error=${found.error} onRetry=${found.reload} />`
+      : html`<${Loading} what="curves" />`)}
+    <div class="charts">
+      ${shown.map(({ name, text, numbers, curves }) =>
+        curves.length === 0
+          ? found.data && html`<p class="chart half tall state muted" key=${name}>No run has the curve “${text}”.</p>`
+          : html`<${LineChart}
+              key=${name}
+              title=${text}
+              shape="half tall"
+              group="compare"
+              format=${numbers}
+              extent=${extent}
+              curves=${curves}
+              smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing}
+              logScale=${logScale && name !== 'learning_rate'}
+              ...${along}
+            />`,
+      )}
+    </div>
+  `;
 }
 
 /**
@@ -130,38 +262,126 @@ function Results({ runs, areComparable, differences, common, ids }) {
   const [isAll, setAll] = useState(false);
   const remove = (/** @type {string} */ id) => setQuery({ ids: ids.filter((one) => one !== id).join(',') });
   const rows = RESULTS.filter(([, value]) => runs.some((run) => value(run) != null));
-  return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Results and differences"><table class="table">
-    <thead><tr><th class="fields"><span class="sr">Field</span></th>${runs.map((run) => html`<th key=${run.run_id}><span class="row"><i class="swatch" style=${{ background: `var(${run.color})` }}></i><a class="name" href=${`/runs/${run.run_id}`}>${run.name}</a><${Chip} status=${run.status} plain /><span class="tag">${run.method}</span>
-      ${runs.length > 2 && html`<button type="button" class="btn quiet icon small" aria-label=${`Remove ${run.name} from the comparison`} onClick=${() => remove(run.run_id)}><${Icon} name="cross" /></button>`}</span></th>`)}</tr></thead>
-    <tbody>
-      ${rows.map(([text, value, numbers, best]) => {
-        const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
-        // Values that read the same are equally good, whatever their further digits.
-        // A run that ended early or still trains is not the fastest one.
-        const isEqual = text === 'Duration' ? runs.every((run) => run.status === 'completed') : areComparable || !text.match(/loss|reward/);
-        const isCompared = best && isEqual;
-        const winner = isCompared && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
-        return html`<tr key=${text}><td class="muted">${text}</td>${runs.map((run) => html`<td class="num nowrap">${numbers(value(run))} ${numbers(value(run)) === winner && html`<span class="tag best">best</span>`}</td>`)}</tr>`;
-      })}
-      <tr><td colspan=${runs.length + 1} class="sub band">${Object.keys(differences).length ? 'Differences' : 'The configurations are the same.'}</td></tr>
-      ${Object.entries(differences).map(([field, values]) => html`<tr key=${field}><td class="mono muted">${field.replace(/^config\./, '')}</td>${runs.map((run) => html`<td class="mono">${format.configValue(values[run.run_id])}</td>`)}</tr>`)}
-      <tr><td colspan=${runs.length + 1} class="sub band"><button type="button" class="btn quiet small" aria-expanded=${String(isAll)} onClick=${() => setAll(!isAll)}>${format.counted(Object.keys(common).length, 'field')} ${Object.keys(common).length === 1 ? 'is' : 'are'} the same in all</button></td></tr>
-      ${isAll && Object.entries(common).map(([field, value]) => html`<tr key=${field}><td class="mono muted">${field.replace(/^config\./, '')}</td><td class="mono muted" colspan=${runs.length}>${format.configValue(value)}</td></tr>`)}
-    </tbody></table></section>`;
+  return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Results and differences">
+    <table class="table">
+      <thead>
+        <tr>
+          <th class="fields"><span class="sr">Field</span></th>
+          ${runs.map(
+            (run) => html`<th key=${run.run_id}>
+              <span class="row">
+                <i class="swatch" style=${{ background: `var(${run.color})` }}></i>
+                <a class="name" href=${`/runs/${run.run_id}`}>${run.name}</a>
+                <${Chip} status=${run.status} plain />
+                <span class="tag">${run.method}</span>
+                ${runs.length > 2 && html`<button
+                  type="button"
+                  class="btn quiet icon small"
+                  aria-label=${`Remove ${run.name} from the comparison`}
+                  onClick=${() => remove(run.run_id)}
+                >
+                  <${Icon} name="cross" />
+                </button>`}
+              </span>
+            </th>`,
+          )}
+        </tr>
+      </thead>
+      <tbody>
+        ${rows.map(([text, value, numbers, best]) => {
+          const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
+          // Values that read the same are equally good, whatever their further digits.
+          // A run that ended early or still trains is not the fastest one.
+          const isEqual =
+            text === 'Duration'
+              ? runs.every((run) => run.status === 'completed')
+              : areComparable || !text.match(/loss|reward/);
+          const isCompared = best && isEqual;
+          const winner = isCompared && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
+          return html`<tr key=${text}>
+            <td class="muted">${text}</td>
+            ${runs.map(
+              (run) => html`<td class="num nowrap">
+                ${numbers(value(run))} ${numbers(value(run)) === winner && html`<span class="tag best">best</span>`}
+              </td>`,
+            )}
+          </tr>`;
+        })}
+        <tr>
+          <td colspan=${runs.length + 1} class="sub band">
+            ${Object.keys(differences).length ? 'Differences' : 'The configurations are the same.'}
+          </td>
+        </tr>
+        ${Object.entries(differences).map(
+          ([field, values]) => html`<tr key=${field}>
+            <td class="mono muted">${field.replace(/^config\./, '')}</td>
+            ${runs.map((run) => html`<td class="mono">${format.configValue(values[run.run_id])}</td>`)}
+          </tr>`,
+        )}
+        <tr>
+          <td colspan=${runs.length + 1} class="sub band">
+            <button
+              type="button"
+              class="btn quiet small"
+              aria-expanded=${String(isAll)}
+              onClick=${() => setAll(!isAll)}
+            >
+              ${format.counted(Object.keys(common).length, 'field')} ${Object.keys(common).length === 1
+                ? 'is'
+                : 'are'} the
+              same in all
+            </button>
+          </td>
+        </tr>
+        ${isAll &&
+        Object.entries(common).map(
+          ([field, value]) => html`<tr key=${field}>
+            <td class="mono muted">${field.replace(/^config\./, '')}</td>
+            <td class="mono muted" colspan=${runs.length}>${format.configValue(value)}</td>
+          </tr>`,
+        )}
+      </tbody>
+    </table>
+  </section>`;
 }
 
 /** @param {{ ids: string[], onClose: () => void }} props */
 function AddRuns({ ids, onClose }) {
   const [text, setText] = useState('');
   const wanted = useSettled(text.trim(), 250);
-  const found = useResource((signal) => get('/v1/runs', { search: wanted, view: 'row', limit: 20 }, signal), `add ${wanted}`);
+  const found = useResource(
+    (signal) => get('/v1/runs', { search: wanted, view: 'row', limit: 20 }, signal),
+    `add ${wanted}`,
+  );
   const add = (/** @type {string} */ id) => setQuery({ ids: [...ids, id].join(',') });
   return html`<${Dialog} title="Add runs" onClose=${onClose}>
-    <div class="f"><label for="find-runs">Search by name, tag or ID</label><input id="find-runs" type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></div>
+    <div class="f">
+      <label for="find-runs">Search by name, tag or ID</label>
+      <input
+        id="find-runs"
+        type="search"
+        value=${text}
+        onInput=${(/** @type {any} */ event) => setText(event.target.value)}
+      />
+    </div>
     <${ErrorText} error=${found.error} />
-    <ul class="list">${(found.data?.data ?? []).map((/** @type {any} */ run) => html`<li key=${run.id}><span class="grow clip">${run.name}</span><${Chip} status=${run.status} plain />
-      <button type="button" class="btn small" disabled=${ids.includes(run.id) || ids.length >= MOST_RUNS} onClick=${() => add(run.id)}>${ids.includes(run.id) ? 'Added' : 'Add'}</button></li>`)}
-      ${found.data?.data.length === 0 && html`<li class="muted">No run matches.</li>`}</ul>
+    <ul class="list">
+      ${(found.data?.data ?? []).map(
+        (/** @type {any} */ run) => html`<li key=${run.id}>
+          <span class="grow clip">${run.name}</span>
+          <${Chip} status=${run.status} plain />
+          <button
+            type="button"
+            class="btn small"
+            disabled=${ids.includes(run.id) || ids.length >= MOST_RUNS}
+            onClick=${() => add(run.id)}
+          >
+            ${ids.includes(run.id) ? 'Added' : 'Add'}
+          </button>
+        </li>`,
+      )}
+      ${found.data?.data.length === 0 && html`<li class="muted">No run matches.</li>`}
+    </ul>
     <footer><button type="button" class="btn primary" onClick=${onClose}>Done</button></footer>
   <//>`;
 }

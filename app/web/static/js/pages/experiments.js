@@ -25,59 +25,204 @@ export default function Experiments({ id }) {
 
 function List() {
   const after = query.value.get('after');
-  const list = useResource((signal) => get('/v1/experiments', { limit: PAGE_SIZE, after }, signal), `experiments ${after}`);
+  const list = useResource(
+    (signal) => get('/v1/experiments', { limit: PAGE_SIZE, after }, signal),
+    `experiments ${after}`,
+  );
   const [isNew, setNew] = useState(false);
   const now = useNow(60_000);
-  return html`<div class="head center"><h1 class="grow">Experiments</h1>
-      <div class="acts">${may('write') && html`<button type="button" class="btn primary" onClick=${() => setNew(true)}><${Icon} name="plus" />New experiment</button>`}</div></div>
-    ${isNew && html`<${Edit} onClose=${() => setNew(false)} onSaved=${(/** @type {any} */ made) => go(`/experiments/${made.id}`)} />`}
-    <${Loaded} resource=${list} what="experiments">${(/** @type {any} */ page) => page.data.length === 0
-      ? html`<section class="box"><${Empty} title="There are no experiments yet."><p class="muted">An experiment groups runs that answer one question. A run without one belongs to “default”.</p><//></section>`
-      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Experiments"><table class="table">
-          <thead><tr><th>Experiment</th><th>Runs</th><th>Best run</th><th class="right">Created</th></tr></thead>
-          <tbody>${page.data.map((/** @type {any} */ one) => html`<${Row} key=${one.id} experiment=${one} now=${now} />`)}</tbody></table></section>
-        <div class="row foot"><span class="grow"></span>${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>First page</button>`}
-          ${page.has_more && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: page.data.at(-1).id })}>Next page</button>`}</div>`}<//>`;
+  return html`
+    <div class="head center">
+      <h1 class="grow">Experiments</h1>
+      <div class="acts">
+        ${may('write') && html`<button type="button" class="btn primary" onClick=${() => setNew(true)}>
+          <${Icon} name="plus" />
+          New experiment
+        </button>`}
+      </div>
+    </div>
+    ${isNew && html`<${Edit}
+      onClose=${() => setNew(false)}
+      onSaved=${(/** @type {any} */ made) => go(`/experiments/${made.id}`)}
+    />`}
+    <${Loaded} resource=${list} what="experiments">
+      ${(/** @type {any} */ page) =>
+        page.data.length === 0
+          ? html`<section class="box">
+              <${Empty} title="There are no experiments yet.">
+                <p class="muted">
+                  An experiment groups runs that answer one question. A run without one belongs to “default”.
+                </p>
+              <//>
+            </section>`
+          : html`
+              <section class="box scroll" tabindex="0" role="region" aria-label="Experiments">
+                <table class="table">
+                  <thead>
+                    <tr><th>Experiment</th><th>Runs</th><th>Best run</th><th class="right">Created</th></tr>
+                  </thead>
+                  <tbody>
+                    ${page.data.map(
+                      (/** @type {any} */ one) => html`<${Row} key=${one.id} experiment=${one} now=${now} />`,
+                    )}
+                  </tbody>
+                </table>
+              </section>
+              <div class="row foot">
+                <span class="grow"></span>
+                ${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>
+                  First page
+                </button>`}
+                ${page.has_more && html`<button
+                  type="button"
+                  class="btn small"
+                  onClick=${() => setQuery({ after: page.data.at(-1).id })}
+                >
+                  Next page
+                </button>`}
+              </div>
+            `}
+    <//>
+  `;
 }
 
 /** @param {{ experiment: any, now: number }} props */
 function Row({ experiment, now }) {
   const found = useResource((signal) => get(`/v1/experiments/${experiment.id}`, {}, signal), experiment.id);
   const best = found.data?.best_runs[0];
-  return html`<tr><td class="what"><a class="name" href=${`/experiments/${experiment.id}`}>${experiment.name}</a><div class="sub clip">${experiment.description}</div></td>
-    <td>${found.data ? html`<${Counts} experiment=${experiment.id} counts=${found.data.runs} />` : html`<span class="faint">…</span>`}</td>
-    <td>${best ? html`<a href=${`/runs/${best.run_id}`}>${best.name}</a> <span class="sub num">${best.metric} ${format.loss(best.value)}</span>` : html`<span class="faint">–</span>`}</td>
-    <td class="right muted num nowrap" title=${experiment.created_at}>${format.ago(experiment.created_at, now)}</td></tr>`;
+  return html`<tr>
+    <td class="what">
+      <a class="name" href=${`/experiments/${experiment.id}`}>${experiment.name}</a>
+      <div class="sub clip">${experiment.description}</div>
+    </td>
+    <td>
+      ${found.data
+        ? html`<${Counts} experiment=${experiment.id} counts=${found.data.runs} />`
+        : html`<span class="faint">…</span>`}
+    </td>
+    <td>
+      ${best
+        ? html`
+            <a href=${`/runs/${best.run_id}`}>${best.name}</a> <span class="sub num">
+              ${best.metric} ${format.loss(best.value)}
+            </span>
+          `
+        : html`<span class="faint">–</span>`}
+    </td>
+    <td class="right muted num nowrap" title=${experiment.created_at}>${format.ago(experiment.created_at, now)}</td>
+  </tr>`;
 }
 
 /** @param {{ experiment: string, counts: Record<string, number> }} props */
-const Counts = ({ experiment, counts }) => html`<span class="row wrap">${STATUSES.filter((status) => counts[status]).map((status) => html`<a class="row count" href=${`/?experiment=${experiment}&status=${status}&task=all`}><${Chip} status=${status} /><span class="num sub">${format.integer(counts[status])}</span></a>`)}
-  ${!STATUSES.some((status) => counts[status]) && html`<span class="faint">none</span>`}</span>`;
+const Counts = ({ experiment, counts }) => html`<span class="row wrap">
+  ${STATUSES.filter((status) => counts[status]).map(
+    (status) => html`<a class="row count" href=${`/?experiment=${experiment}&status=${status}&task=all`}>
+      <${Chip} status=${status} />
+      <span class="num sub">${format.integer(counts[status])}</span>
+    </a>`,
+  )}
+  ${!STATUSES.some((status) => counts[status]) && html`<span class="faint">none</span>`}
+</span>`;
 
 /** @param {{ id: string }} props */
 function Experiment({ id }) {
   const found = useResource((signal) => get(`/v1/experiments/${id}`, {}, signal), id);
-  const runs = useResource((signal) => get('/v1/runs', { experiment_id: id, sort: 'best', view: 'row', limit: PAGE_SIZE }, signal), `runs ${id}`);
+  const runs = useResource(
+    (signal) => get('/v1/runs', { experiment_id: id, sort: 'best', view: 'row', limit: PAGE_SIZE }, signal),
+    `runs ${id}`,
+  );
   const [asked, setAsked] = useState(/** @type {'edit' | 'delete' | null} */ (null));
   const shown = runs.data?.data ?? [];
   // Only runs of one group are compared with each other.
-  const best = shown.filter((/** @type {any} */ run) => groupOf(run) === groupOf(shown[0])).slice(0, MOST_COMPARED).map((/** @type {any} */ run) => run.id);
-  return html`<${Loaded} resource=${found} what="the experiment">${(/** @type {any} */ experiment) => html`
-    <div class="head"><div class="grow"><p class="crumb"><a href="/experiments">Experiments</a></p><h1>${experiment.name}</h1>
-        ${experiment.description && html`<p class="muted pre">${experiment.description}</p>`}
-        <div class="meta"><${Counts} experiment=${id} counts=${experiment.runs} /><span>${format.counted(experiment.checkpoints, 'checkpoint')}</span><span>created ${format.clock(experiment.created_at)}</span></div></div>
-      <div class="acts">
-        ${best.length >= 2 && html`<a class="btn" href=${`/compare?ids=${best.join(',')}`}>Compare the best ${best.length}</a>`}
-        ${may('write') && html`<button type="button" class="btn" onClick=${() => setAsked('edit')}>Edit …</button>${id !== DEFAULT_ID && html`<button type="button" class="btn danger" onClick=${() => setAsked('delete')}>Delete …</button>`}`}
-      </div></div>
-    ${asked === 'edit' && html`<${Edit} experiment=${experiment} onClose=${() => setAsked(null)} onSaved=${() => { setAsked(null); found.reload(); }} />`}
-    ${asked === 'delete' && html`<${Delete} experiment=${experiment} onClose=${() => setAsked(null)} />`}
-    <${Loaded} resource=${runs} what="runs">${() => shown.length === 0
-      ? html`<section class="box"><${Empty} title="This experiment has no run yet.">${may('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}<//></section>`
-      : html`<section class="box scroll" tabindex="0" role="region" aria-label="Best runs of each method"><header><h2>Best runs of each method</h2><span class="grow"></span><a class="sub" href=${`/?experiment=${id}&task=all`}>All</a></header>
-          <table class="table"><thead><tr><th>Run</th><th>Status</th><th class="right">Steps</th><th class="right">Lowest train loss</th><th class="right">Best eval</th></tr></thead>
-          <tbody>${shown.map((/** @type {any} */ run, /** @type {number} */ index) => html`${groupOf(run) !== (index > 0 && groupOf(shown[index - 1])) && html`<tr class="group" key=${groupOf(run)}><th scope="rowgroup" colspan="5">${groupOf(run)}</th></tr>`}<tr key=${run.id}><td><a class="name" href=${`/runs/${run.id}`}>${run.name}</a><div class="sub">${run.method} · ${run.base_model}</div></td><td><${Chip} status=${run.status} /></td>
-            <td class="right num">${format.integer(run.step ?? 0)}</td><td class="right num">${isRewarded(run.method) ? '–' : format.loss(run.best_loss)}</td><td class="right num">${format.loss(run.best_eval)}</td></tr>`)}</tbody></table></section>`}<//>`}<//>`;
+  const best = shown
+    .filter((/** @type {any} */ run) => groupOf(run) === groupOf(shown[0]))
+    .slice(0, MOST_COMPARED)
+    .map((/** @type {any} */ run) => run.id);
+  return html`<${Loaded} resource=${found} what="the experiment">
+    ${(/** @type {any} */ experiment) => html`
+      <div class="head">
+        <div class="grow">
+          <p class="crumb"><a href="/experiments">Experiments</a></p>
+          <h1>${experiment.name}</h1>
+          ${experiment.description && html`<p class="muted pre">${experiment.description}</p>`}
+          <div class="meta">
+            <${Counts} experiment=${id} counts=${experiment.runs} />
+            <span>${format.counted(experiment.checkpoints, 'checkpoint')}</span>
+            <span>created ${format.clock(experiment.created_at)}</span>
+          </div>
+        </div>
+        <div class="acts">
+          ${best.length >= 2 && html`<a class="btn" href=${`/compare?ids=${best.join(',')}`}>
+            Compare the best ${best.length}
+          </a>`}
+          ${may('write') && html`
+            <button type="button" class="btn" onClick=${() => setAsked('edit')}>Edit …</button>
+            ${id !== DEFAULT_ID && html`<button type="button" class="btn danger" onClick=${() => setAsked('delete')}>
+              Delete …
+            </button>`}
+          `}
+        </div>
+      </div>
+      ${asked === 'edit' && html`<${Edit}
+        experiment=${experiment}
+        onClose=${() => setAsked(null)}
+        onSaved=${() => {
+          setAsked(null);
+          found.reload();
+        }}
+      />`}
+      ${asked === 'delete' && html`<${Delete} experiment=${experiment} onClose=${() => setAsked(null)} />`}
+      <${Loaded} resource=${runs} what="runs">
+        ${() =>
+          shown.length === 0
+            ? html`<section class="box">
+                <${Empty} title="This experiment has no run yet.">
+                  ${may('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}
+                <//>
+              </section>`
+            : html`<section class="box scroll" tabindex="0" role="region" aria-label="Best runs of each method">
+                <header>
+                  <h2>Best runs of each method</h2>
+                  <span class="grow"></span>
+                  <a class="sub" href=${`/?experiment=${id}&task=all`}>All</a>
+                </header>
+                <table class="table">
+                  <thead>
+                    <tr>
+                      <th>Run</th>
+                      <th>Status</th>
+                      <th class="right">Steps</th>
+                      <th class="right">Lowest train loss</th>
+                      <th class="right">Best eval</th>
+                    </tr>
+                  </thead>
+                  <tbody>
+                    ${shown.map(
+                      (/** @type {any} */ run, /** @type {number} */ index) => html`
+                        ${groupOf(run) !== (index > 0 && groupOf(shown[index - 1])) && html`<tr
+                          class="group"
+                          key=${groupOf(run)}
+                        >
+                          <th scope="rowgroup" colspan="5">${groupOf(run)}</th>
+                        </tr>`}
+                        <tr key=${run.id}>
+                          <td>
+                            <a class="name" href=${`/runs/${run.id}`}>${run.name}</a>
+                            <div class="sub">${run.method} · ${run.base_model}</div>
+                          </td>
+                          <td><${Chip} status=${run.status} /></td>
+                          <td class="right num">${format.integer(run.step ?? 0)}</td>
+                          <td class="right num">${isRewarded(run.method) ? '–' : format.loss(run.best_loss)}</td>
+                          <td class="right num">${format.loss(run.best_eval)}</td>
+                        </tr>
+                      `,
+                    )}
+                  </tbody>
+                </table>
+              </section>`}
+      <//>
+    `}
+  <//>`;
 }
 
 /** @param {{ experiment?: any, onClose: () => void, onSaved: (experiment: any) => void }} props */
@@ -89,28 +234,71 @@ function Edit({ experiment, onClose, onSaved }) {
     event.preventDefault();
     action.run(async () => {
       const body = { name: name.trim(), description };
-      onSaved(experiment ? await call('PATCH', `/v1/experiments/${experiment.id}`, { body }) : await post('/v1/experiments', body));
+      onSaved(
+        experiment
+          ? await call('PATCH', `/v1/experiments/${experiment.id}`, { body })
+          : await post('/v1/experiments', body),
+      );
     });
   };
-  return html`<${Dialog} title=${experiment ? 'Edit the experiment' : 'New experiment'} onClose=${onClose}><form class="stackform" onSubmit=${save}>
-    <div class="f"><label for="experiment-name">Name</label><input id="experiment-name" type="text" required maxlength="200" value=${name} onInput=${(/** @type {any} */ event) => setName(event.target.value)} /></div>
-    <div class="f"><label for="experiment-text">Description</label><textarea id="experiment-text" rows="3" maxlength="10000" value=${description} onInput=${(/** @type {any} */ event) => setDescription(event.target.value)}></textarea><p class="hint">Such as the question that its runs answer.</p></div>
-    <${ErrorText} error=${action.error} />
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Save</button></footer>
-  </form><//>`;
+  return html`<${Dialog} title=${experiment ? 'Edit the experiment' : 'New experiment'} onClose=${onClose}>
+    <form class="stackform" onSubmit=${save}>
+      <div class="f">
+        <label for="experiment-name">Name</label>
+        <input
+          id="experiment-name"
+          type="text"
+          required
+          maxlength="200"
+          value=${name}
+          onInput=${(/** @type {any} */ event) => setName(event.target.value)}
+        />
+      </div>
+      <div class="f">
+        <label for="experiment-text">Description</label>
+        <textarea
+          id="experiment-text"
+          rows="3"
+          maxlength="10000"
+          value=${description}
+          onInput=${(/** @type {any} */ event) => setDescription(event.target.value)}
+        ></textarea>
+        <p class="hint">Such as the question that its runs answer.</p>
+      </div>
+      <${ErrorText} error=${action.error} />
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary" disabled=${action.busy}>Save</button>
+      </footer>
+    </form>
+  <//>`;
 }
 
 /** @param {{ experiment: any, onClose: () => void }} props */
 function Delete({ experiment, onClose }) {
   const action = useAction();
-  const count = Object.values(experiment.runs).reduce((/** @type {number} */ sum, one) => sum + /** @type {number} */ (one), 0);
-  const remove = () => action.run(async () => {
-    await call('DELETE', `/v1/experiments/${experiment.id}`, { query: { cascade: count > 0 } });
-    go('/experiments', { replace: true });
-  });
+  const count = Object.values(experiment.runs).reduce(
+    (/** @type {number} */ sum, one) => sum + /** @type {number} */ (one),
+    0,
+  );
+  const remove = () =>
+    action.run(async () => {
+      await call('DELETE', `/v1/experiments/${experiment.id}`, { query: { cascade: count > 0 } });
+      go('/experiments', { replace: true });
+    });
   return html`<${Dialog} title="Delete this experiment?" onClose=${onClose}>
-    <p>${experiment.name} is deleted with its ${format.counted(count, 'run')}, ${format.counted(experiment.checkpoints, 'checkpoint')} and ${format.counted(experiment.models, 'model')}. This cannot be undone.</p>
+    <p>
+      ${experiment.name} is deleted with
+      its ${format.counted(count, 'run')}, ${format.counted(experiment.checkpoints, 'checkpoint')} and ${format.counted(
+        experiment.models,
+        'model',
+      )}.
+      This cannot be undone.
+    </p>
     <${ErrorText} error=${action.error} />
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the experiment</button></footer>
+    <footer>
+      <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+      <button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the experiment</button>
+    </footer>
   <//>`;
 }

@@ -36,17 +36,34 @@ export default function Login() {
   }, []);
   return html`<main class="signin" id="main" tabindex="-1">
     <div class="row signin-brand"><img src=${ICON} width="30" height="30" alt="" /><b>Anneal</b></div>
-    <form class="box" onSubmit=${(/** @type {Event} */ event) => { event.preventDefault(); enter({ key: key.trim() }); }}>
+    <form
+      class="box"
+      onSubmit=${(/** @type {Event} */ event) => {
+        event.preventDefault();
+        enter({ key: key.trim() });
+      }}
+    >
       <h1>Sign in</h1>
       <p class="muted">On the machine that runs Anneal, <code>anneal open</code> signs you in without a key.</p>
       <div class="f">
         <label for="key">API key</label>
         <input type="text" name="username" autocomplete="username" value="Anneal" readonly hidden />
-        <input id="key" type="password" autocomplete="current-password" placeholder="anneal_…" required value=${key}
-          aria-invalid=${action.error ? 'true' : undefined} aria-describedby="key-help" onInput=${(/** @type {any} */ event) => setKey(event.target.value)} />
+        <input
+          id="key"
+          type="password"
+          autocomplete="current-password"
+          placeholder="anneal_…"
+          required
+          value=${key}
+          aria-invalid=${action.error ? 'true' : undefined}
+          aria-describedby="key-help"
+          onInput=${(/** @type {any} */ event) => setKey(event.target.value)}
+        />
         ${action.error
           ? html`<p id="key-help" class="err" role="alert"><${Prose} text=${action.error.message} /></p>`
-          : html`<p id="key-help" class="hint">The browser keeps a session of 30 days, never the key. Revoking the key ends the session.</p>`}
+          : html`<p id="key-help" class="hint">
+              The browser keeps a session of 30 days, never the key. Revoking the key ends the session.
+            </p>`}
       </div>
       <button class="btn primary" disabled=${action.busy}>${action.busy ? 'Signing in …' : 'Sign in'}</button>
     </form>

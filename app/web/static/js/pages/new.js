@@ -6,7 +6,18 @@ import { Choice, Copy } from '../components/controls.js';
 import { ErrorText, Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { ADAPTERS, choiceOf, OBJECTIVES, withChoice } from '../methods.js';
-import { curlOf, fieldsFor, groupsOf, isDefault, NONE, requestOf, same, textOf, valueOf, yamlOf } from '../new_run_form.js';
+import {
+  curlOf,
+  fieldsFor,
+  groupsOf,
+  isDefault,
+  NONE,
+  requestOf,
+  same,
+  textOf,
+  valueOf,
+  yamlOf,
+} from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
 import { go, query } from '../router.js';
 import { may } from '../session.js';
@@ -20,7 +31,18 @@ const DEFAULT_EXPERIMENT = 'exp_00000000000000000000000000';
 const SETTLE_MS = 400;
 const MOST_LISTED = 200;
 /** Fields that are always in sight, for all methods and for those with an adapter. */
-const MAIN = ['learning_rate', 'epochs', 'max_steps', 'batch_size', 'gradient_accumulation_steps', 'max_seq_length', 'packing', 'eval_split', 'eval_steps', 'save_steps'];
+const MAIN = [
+  'learning_rate',
+  'epochs',
+  'max_steps',
+  'batch_size',
+  'gradient_accumulation_steps',
+  'max_seq_length',
+  'packing',
+  'eval_split',
+  'eval_steps',
+  'save_steps',
+];
 const ADAPTER = ['lora_r', 'lora_alpha'];
 /** Fields with controls of their own. */
 const OWN = new Set(['base_model', 'method']);
@@ -39,11 +61,31 @@ export default function New() {
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
   const start = useResource((signal) => startingPoint(asked, signal), asked.toString());
   if (!may('write')) {
-    return html`<h1>New run</h1><p class="box state">Your key only reads. Sign in with one that has the scope <code>write</code> to start runs; <code>anneal keys create --scope write</code> on the server creates one.</p>`;
+    return html`
+      <h1>New run</h1>
+      <p class="box state">
+        Your key only reads. Sign in with one that has the scope <code>write</code> to start
+        runs; <code>anneal keys create --scope write</code> on the server creates one.
+      </p>
+    `;
   }
   const error = schema.error ?? start.error;
-  if (!schema.data || !start.data) return error ? html`<${Failure} error=${error} onRetry=${() => { schema.reload(); start.reload(); }} />` : html`<${Loading} what="the form" />`;
-  return html`<${Form} key=${asked.toString()} schema=${schema.data} start=${start.data} place=${DRAFT + asked.toString()} />`;
+  if (!schema.data || !start.data)
+    return error
+      ? html`<${Failure}
+          error=${error}
+          onRetry=${() => {
+            schema.reload();
+            start.reload();
+          }}
+        />`
+      : html`<${Loading} what="the form" />`;
+  return html`<${Form}
+    key=${asked.toString()}
+    schema=${schema.data}
+    start=${start.data}
+    place=${DRAFT + asked.toString()}
+  />`;
 }
 
 /**
@@ -67,12 +109,22 @@ async function startingPoint(asked, signal) {
 /** @param {any} run @returns {Draft} */
 function draftOf(run) {
   const values = {
-    name: run.name, dataset_id: run.dataset_id, eval_dataset_id: run.eval_dataset_id, tags: run.tags,
+    name: run.name,
+    dataset_id: run.dataset_id,
+    eval_dataset_id: run.eval_dataset_id,
+    tags: run.tags,
     experiment_id: run.experiment_id === DEFAULT_EXPERIMENT ? null : run.experiment_id,
     backend: run.backend === 'celery' ? null : run.backend,
     priority: run.priority || null,
     max_restarts: run.max_restarts === DEFAULT_RESTARTS ? null : run.max_restarts,
-    resources: run.resources.kind || run.resources.gpu || run.resources.memory_mb || run.resources.labels.length || run.resources.devices > 1 ? run.resources : null,
+    resources:
+      run.resources.kind ||
+      run.resources.gpu ||
+      run.resources.memory_mb ||
+      run.resources.labels.length ||
+      run.resources.devices > 1
+        ? run.resources
+        : null,
     extra_eval_datasets: Object.keys(run.extra_eval_datasets).length ? run.extra_eval_datasets : null,
   };
   return { values, config: { ...run.config }, texts: {} };
@@ -95,14 +147,17 @@ function Form({ schema, start, place }) {
     if (stored) return stored;
     // A run has a value for every field; those that differ from the defaults of its method were chosen.
     const known = fieldsFor(schema, start.config);
-    const chosen = Object.entries(start.config).filter(([name, value]) => known.has(name) && !isDefault(known.get(name), value));
+    const chosen = Object.entries(start.config).filter(
+      ([name, value]) => known.has(name) && !isDefault(known.get(name), value),
+    );
     return { ...start, config: Object.fromEntries(chosen) };
   });
   const { values, config, texts } = draft;
   const fields = useMemo(() => fieldsFor(schema, config), [schema, config.method, config.lora_r]);
   // Before the next task, which may be that of a reload.
   useLayoutEffect(() => sessionStorage.setItem(place, JSON.stringify(draft)), [draft, place]);
-  const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) => setDraft({ ...draft, values: { ...values, [name]: value } });
+  const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) =>
+    setDraft({ ...draft, values: { ...values, [name]: value } });
   const setField = (/** @type {string} */ name, /** @type {string} */ text) => {
     const field = /** @type {import('../new_run_form.js').FormField} */ (fields.get(name));
     const { [name]: _text, ...others } = texts;
@@ -120,8 +175,14 @@ function Form({ schema, start, place }) {
   const isReady = isChecked && Object.keys(texts).length === 0;
   const request = JSON.stringify(body);
   const settled = useSettled(isChecked ? request : '', SETTLE_MS);
-  const checked = useResource(() => post('/v1/runs/validate', JSON.parse(settled)), settled ? `validate ${settled}` : null);
-  const estimate = useResource(() => post('/v1/runs/estimate', JSON.parse(settled)), settled && isReady && checked.data?.valid ? `estimate ${settled}` : null);
+  const checked = useResource(
+    () => post('/v1/runs/validate', JSON.parse(settled)),
+    settled ? `validate ${settled}` : null,
+  );
+  const estimate = useResource(
+    () => post('/v1/runs/estimate', JSON.parse(settled)),
+    settled && isReady && checked.data?.valid ? `estimate ${settled}` : null,
+  );
   const action = useAction();
   const sent = useRef({ text: '', key: '' });
   const submit = (/** @type {Event} */ event) => {
@@ -138,7 +199,10 @@ function Form({ schema, start, place }) {
   // Errors of what the form held before prevent no start: a click would be lost if they arrived during it.
   const isRefused = checked.isCurrent && settled === request && errors.length > 0;
   // Texts that are no values of their fields, which the service checks without them.
-  const unreadable = Object.entries(texts).map(([name, text]) => ({ field: `config.${name}`, message: problemOf(/** @type {any} */ (fields.get(name)), text) }));
+  const unreadable = Object.entries(texts).map(([name, text]) => ({
+    field: `config.${name}`,
+    message: problemOf(/** @type {any} */ (fields.get(name)), text),
+  }));
   const shownErrors = new Map([...errors, ...unreadable].map(({ field, message }) => [field, message]));
   const method = String(config.method ?? schema.properties.method.default);
   const known = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
@@ -150,29 +214,85 @@ function Form({ schema, start, place }) {
     setDraft({ ...draft, texts: otherTexts, config: withChoice(config, objective, adapter) });
   };
   const effective = settled && checked.data?.valid ? checked.data.effective_config : null;
-  const control = (/** @type {string} */ name) => html`<${Field} key=${name} field=${fields.get(name)} effective=${effective?.[name]} value=${config[name]} text=${texts[name]} error=${shownErrors.get(`config.${name}`)} onChange=${(/** @type {string} */ text) => setField(name, text)} />`;
+  const control = (/** @type {string} */ name) => html`<${Field}
+    key=${name}
+    field=${fields.get(name)}
+    effective=${effective?.[name]}
+    value=${config[name]}
+    text=${texts[name]}
+    error=${shownErrors.get(`config.${name}`)}
+    onChange=${(/** @type {string} */ text) => setField(name, text)}
+  />`;
   const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
   return html`<form onSubmit=${submit}>
-    <div class="head sticky"><h1 class="grow">New run</h1><div class="acts">
-      <button type="button" class="btn quiet" onClick=${() => setDraft(emptyDraft())}>Clear</button>
-      <button class="btn primary" disabled=${!isReady || action.busy || isRefused}>${action.busy ? 'Starting …' : 'Start the run'}</button></div></div>
+    <div class="head sticky">
+      <h1 class="grow">New run</h1>
+      <div class="acts">
+        <button type="button" class="btn quiet" onClick=${() => setDraft(emptyDraft())}>Clear</button>
+        <button class="btn primary" disabled=${!isReady || action.busy || isRefused}>
+          ${action.busy ? 'Starting …' : 'Start the run'}
+        </button>
+      </div>
+    </div>
     ${action.error && html`<div class="box"><${Failure} error=${action.error} /></div>`}
     <div class="two">
       <div class="side">
-        <section class="box" aria-label="Model and data"><header><h2>Model and data</h2></header><div class="form">
-          <${Basics} values=${values} config=${config} errors=${shownErrors} onValue=${setValue} onModel=${(/** @type {string} */ text) => setField('base_model', text)} />
-        </div></section>
-        <section class="box" aria-label="Method"><header><h2>Method</h2></header><div class="inside">
-          <${Choices} label="Objective" hint="What the model learns from." options=${objectives} value=${chosen.objective} onChange=${(/** @type {string} */ name) => choose(name, chosen.adapter)} />
-          <${Choices} label="Trained weights" hint="Adapters need less memory." options=${ADAPTERS} value=${chosen.adapter} onChange=${(/** @type {string} */ name) => choose(chosen.objective, name)} />
-          ${shownErrors.has('config.method') && html`<p class="err" id="error-method"><${Prose} text=${shownErrors.get('config.method')} /></p>`}
-        </div><div class="form">${main.map(control)}</div></section>
+        <section class="box" aria-label="Model and data">
+          <header><h2>Model and data</h2></header>
+          <div class="form">
+            <${Basics}
+              values=${values}
+              config=${config}
+              errors=${shownErrors}
+              onValue=${setValue}
+              onModel=${(/** @type {string} */ text) => setField('base_model', text)}
+            />
+          </div>
+        </section>
+        <section class="box" aria-label="Method">
+          <header><h2>Method</h2></header>
+          <div class="inside">
+            <${Choices}
+              label="Objective"
+              hint="What the model learns from."
+              options=${objectives}
+              value=${chosen.objective}
+              onChange=${(/** @type {string} */ name) => choose(name, chosen.adapter)}
+            />
+            <${Choices}
+              label="Trained weights"
+              hint="Adapters need less memory."
+              options=${ADAPTERS}
+              value=${chosen.adapter}
+              onChange=${(/** @type {string} */ name) => choose(chosen.objective, name)}
+            />
+            ${shownErrors.has('config.method') && html`<p class="err" id="error-method">
+              <${Prose} text=${shownErrors.get('config.method')} />
+            </p>`}
+          </div>
+          <div class="form">${main.map(control)}</div>
+        </section>
         <${Placement} values=${values} errors=${shownErrors} onValue=${setValue} />
-        <${OtherFields} groups=${groups} main=${main} method=${method} config=${config} errors=${shownErrors} control=${control} />
+        <${OtherFields}
+          groups=${groups}
+          main=${main}
+          method=${method}
+          config=${config}
+          errors=${shownErrors}
+          control=${control}
+        />
       </div>
       <aside class="side">
         <${Checks} isChecked=${isChecked} unreadable=${unreadable} checked=${settled ? checked : null} />
-        ${isReady && checked.data?.valid && (estimate.data ? html`<${Estimate} estimate=${estimate.data} />` : estimate.error && html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2></header><div class="inside"><${ErrorText} error=${estimate.error} /></div></section>`)}
+        ${isReady &&
+        checked.data?.valid &&
+        (estimate.data
+          ? html`<${Estimate} estimate=${estimate.data} />`
+          : estimate.error &&
+            html`<section class="box" aria-label="Estimate">
+              <header><h2>Estimate</h2></header>
+              <div class="inside"><${ErrorText} error=${estimate.error} /></div>
+            </section>`)}
         <${Request} body=${body} />
       </aside>
     </div>
@@ -183,38 +303,134 @@ function Form({ schema, start, place }) {
  * A row of tiles, of which one is chosen.
  * @param {{ label: string, hint: string, options: [string, string, string][], value: string, onChange: (name: string) => void }} props
  */
-const Choices = ({ label, hint, options, value, onChange }) => html`<div class="f"><p class="legend-text"><b>${label}</b> <span class="hint">${hint}</span></p>
-  <div class="choices" role="radiogroup" aria-label=${label}>${options.map(([name, text, about]) => html`<label class="choice"><input type="radio" name=${label} checked=${name === value} onChange=${() => onChange(name)} /><b>${text}</b><small>${about}</small></label>`)}</div></div>`;
+const Choices = ({ label, hint, options, value, onChange }) => html`<div class="f">
+  <p class="legend-text"><b>${label}</b> <span class="hint">${hint}</span></p>
+  <div class="choices" role="radiogroup" aria-label=${label}>
+    ${options.map(
+      ([name, text, about]) => html`<label class="choice">
+        <input type="radio" name=${label} checked=${name === value} onChange=${() => onChange(name)} />
+        <b>${text}</b>
+        <small>${about}</small>
+      </label>`,
+    )}
+  </div>
+</div>`;
 
 /** @param {{ values: Record<string, any>, config: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void, onModel: (text: string) => void }} props */
 function Basics({ values, config, errors, onValue, onModel }) {
   const models = useResource((signal) => get('/v1/models', {}, signal), 'models');
-  const trained = useResource((signal) => get('/v1/runs', { status: 'completed', task: 'train', view: 'row', limit: 50 }, signal), 'trained');
+  const trained = useResource(
+    (signal) => get('/v1/runs', { status: 'completed', task: 'train', view: 'row', limit: 50 }, signal),
+    'trained',
+  );
   const [wanted, setWanted] = useState('');
   const search = useSettled(wanted.trim(), 250);
-  const datasets = useResource((signal) => get('/v1/datasets', { limit: MOST_LISTED, search }, signal), `datasets ${search}`);
+  const datasets = useResource(
+    (signal) => get('/v1/datasets', { limit: MOST_LISTED, search }, signal),
+    `datasets ${search}`,
+  );
   const found = datasets.data?.data ?? [];
   // A chosen dataset may be none of those that the search found.
-  const missing = [values.dataset_id, values.eval_dataset_id].filter((id) => id && datasets.data && !found.some((/** @type {any} */ one) => one.id === id));
+  const missing = [values.dataset_id, values.eval_dataset_id].filter(
+    (id) => id && datasets.data && !found.some((/** @type {any} */ one) => one.id === id),
+  );
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const change = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
   const names = found.map((/** @type {any} */ one) => one.name);
   // Datasets with the same name are listed with their age and the end of their ID.
-  const namesakes = new Set(names.filter((/** @type {string} */ name, /** @type {number} */ index) => names.indexOf(name) !== index));
+  const namesakes = new Set(
+    names.filter((/** @type {string} */ name, /** @type {number} */ index) => names.indexOf(name) !== index),
+  );
   const options = [
     ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
-    ...found.map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name} (${one.format}, ${format.counted(one.rows, 'row')}${namesakes.has(one.name) ? `, ${format.ago(one.created_at, Date.now())}, ${format.shortId(one.id)}` : ''})</option>`),
+    ...found.map(
+      (/** @type {any} */ one) => html`<option value=${one.id}>
+        ${one.name} (${one.format}, ${format.counted(one.rows, 'row')}
+        ${namesakes.has(one.name) ? `, ${format.ago(one.created_at, Date.now())}, ${format.shortId(one.id)}` : ''})
+      </option>`,
+    ),
   ];
-  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
+  const error = (/** @type {string} */ name) =>
+    errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   return html`
-    <div class="f w6"><label for="field-base_model" title="base_model">Base model</label><input id="field-base_model" type="text" list="models" required placeholder="folder, owner/model or run_…" value=${config.base_model ?? ''} aria-invalid=${errors.has('config.base_model') ? 'true' : undefined} onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
-      <datalist id="models">${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}></option>`)}${(trained.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}>${`output of ${one.name}`}</option>`)}</datalist>${error('config.base_model') || html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}</div>
-    <div class="f w6"><label for="field-name" title="name">Name</label><input id="field-name" type="text" maxlength="200" placeholder="method and model" value=${values.name ?? ''} onInput=${change('name')} />${error('name')}</div>
-    <div class="f w6"><label for="field-dataset_id" title="dataset_id">Dataset</label><select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}><option value="">Choose …</option>${options}</select>${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
-      ${(datasets.data?.has_more || wanted) && html`<input type="search" class="small" placeholder="Search datasets" aria-label="Search datasets by name or ID" value=${wanted} onInput=${(/** @type {any} */ event) => setWanted(event.target.value)} />`}</div>
-    <div class="f w6"><label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label><select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}><option value="">none</option>${options}</select>${error('eval_dataset_id')}</div>
-    <div class="f w6"><label for="field-experiment_id" title="experiment_id">Experiment</label><select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}><option value="">default</option>${(experiments.data?.data ?? []).filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT).map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}</select>${error('experiment_id')}</div>
-    <div class="f w6"><label for="field-tags" title="tags">Tags</label><${Words} id="field-tags" words=${values.tags ?? []} onWords=${(/** @type {string[]} */ tags) => onValue('tags', tags)} /><p class="hint">Separated by commas.</p>${error('tags')}</div>`;
+    <div class="f w6">
+      <label for="field-base_model" title="base_model">Base model</label>
+      <input
+        id="field-base_model"
+        type="text"
+        list="models"
+        required
+        placeholder="folder, owner/model or run_…"
+        value=${config.base_model ?? ''}
+        aria-invalid=${errors.has('config.base_model') ? 'true' : undefined}
+        onInput=${(/** @type {any} */ event) => onModel(event.target.value)}
+      />
+      <datalist id="models">
+        ${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}></option>`)}
+        ${(trained.data?.data ?? []).map(
+          (/** @type {any} */ one) => html`<option value=${one.id}>${`output of ${one.name}`}</option>`,
+        )}
+      </datalist>
+      ${error('config.base_model') ||
+      html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}
+    </div>
+    <div class="f w6">
+      <label for="field-name" title="name">Name</label>
+      <input
+        id="field-name"
+        type="text"
+        maxlength="200"
+        placeholder="method and model"
+        value=${values.name ?? ''}
+        onInput=${change('name')}
+      />
+      ${error('name')}
+    </div>
+    <div class="f w6">
+      <label for="field-dataset_id" title="dataset_id">Dataset</label>
+      <select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}>
+        <option value="">Choose …</option>
+        ${options}
+      </select>
+      ${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
+      ${(datasets.data?.has_more || wanted) && html`<input
+        type="search"
+        class="small"
+        placeholder="Search datasets"
+        aria-label="Search datasets by name or ID"
+        value=${wanted}
+        onInput=${(/** @type {any} */ event) => setWanted(event.target.value)}
+      />`}
+    </div>
+    <div class="f w6">
+      <label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label>
+      <select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}>
+        <option value="">none</option>
+        ${options}
+      </select>
+      ${error('eval_dataset_id')}
+    </div>
+    <div class="f w6">
+      <label for="field-experiment_id" title="experiment_id">Experiment</label>
+      <select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}>
+        <option value="">default</option>
+        ${(experiments.data?.data ?? [])
+          .filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT)
+          .map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}
+      </select>
+      ${error('experiment_id')}
+    </div>
+    <div class="f w6">
+      <label for="field-tags" title="tags">Tags</label>
+      <${Words}
+        id="field-tags"
+        words=${values.tags ?? []}
+        onWords=${(/** @type {string[]} */ tags) => onValue('tags', tags)}
+      />
+      <p class="hint">Separated by commas.</p>
+      ${error('tags')}
+    </div>
+  `;
 }
 
 /**
@@ -224,7 +440,11 @@ function Basics({ values, config, errors, onValue, onModel }) {
  */
 function Words({ id, placeholder, words, onWords }) {
   const [text, setText] = useState(words.join(', '));
-  const wordsOf = (/** @type {string} */ from) => from.split(',').map((word) => word.trim()).filter(Boolean);
+  const wordsOf = (/** @type {string} */ from) =>
+    from
+      .split(',')
+      .map((word) => word.trim())
+      .filter(Boolean);
   useEffect(() => {
     if (!same(wordsOf(text), words)) setText(words.join(', '));
   }, [words.join('\n')]);
@@ -249,23 +469,175 @@ function Placement({ values, errors, onValue }) {
   };
   const numberOf = (/** @type {any} */ event) => (event.target.value.trim() === '' ? null : Number(event.target.value));
   // A number, `all`, or what the service refuses by name.
-  const countOf = (/** @type {any} */ event) => (/^\s*\d*\s*$/.test(event.target.value) ? numberOf(event) : event.target.value.trim());
-  const error = (/** @type {string} */ name) => errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
+  const countOf = (/** @type {any} */ event) =>
+    /^\s*\d*\s*$/.test(event.target.value) ? numberOf(event) : event.target.value.trim();
+  const error = (/** @type {string} */ name) =>
+    errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   const set = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
-  return html`<section class="box" aria-label="Placement"><details class="group"><summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary><div class="form">
-    <div class="f"><label for="field-kind" title="resources.kind">Device</label><select id="field-kind" value=${resources.kind ?? ''} onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}><option value="">as the run needs</option><option value="cuda">GPU</option><option value="cpu">CPU</option></select>${error('resources.kind')}</div>
-    <div class="f"><label for="field-devices" title="resources.devices">Devices</label><input id="field-devices" type="text" placeholder="1" value=${resources.devices ?? ''} onInput=${(/** @type {any} */ event) => setResource('devices', countOf(event))} />${error('resources.devices') || html`<p class="hint">Devices in all, of one worker unless there are several hosts: a number, or <code>all</code>.</p>`}</div>
-    <div class="f"><label for="field-hosts" title="resources.hosts">Hosts</label><input id="field-hosts" type="number" min="1" max="1024" placeholder="1" value=${resources.hosts ?? ''} onInput=${(/** @type {any} */ event) => setResource('hosts', numberOf(event))} />${error('resources.hosts') || html`<p class="hint">Workers that train it together, each with its share of the devices.</p>`}</div>
-    <div class="f"><label for="field-sharding" title="resources.sharding">Model on several devices</label><select id="field-sharding" value=${resources.sharding ?? ''} onChange=${(/** @type {any} */ event) => setResource('sharding', event.target.value || null)}><option value="">divided only if none holds it</option><option value="none">a replica on each</option><option value="full">divided among them</option></select>${error('resources.sharding')}</div>
-    <div class="f"><label for="field-gpu" title="resources.gpu">GPU</label><input id="field-gpu" type="text" placeholder="any" value=${resources.gpu ?? ''} onInput=${(/** @type {any} */ event) => setResource('gpu', event.target.value.trim() || null)} />${error('resources.gpu') || html`<p class="hint">Whole words of its name, such as <code>h200</code>.</p>`}</div>
-    <div class="f"><label for="field-sequence_parallel" title="resources.sequence_parallel">Devices that share a sequence</label><input id="field-sequence_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.sequence_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', numberOf(event))} />${error('resources.sequence_parallel') || html`<p class="hint">For long sequences: each device has a part of every sequence.</p>`}</div>
-    <div class="f"><label for="field-expert_parallel" title="resources.expert_parallel">Devices that share the experts</label><input id="field-expert_parallel" type="number" min="1" max="1024" placeholder="1" value=${resources.expert_parallel ?? ''} onInput=${(/** @type {any} */ event) => setResource('expert_parallel', numberOf(event))} />${error('resources.expert_parallel') || html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}</div>
-    <div class="f"><label for="field-memory_mb" title="resources.memory_mb">Least memory, MiB</label><input id="field-memory_mb" type="number" min="1" placeholder="from the estimate" value=${resources.memory_mb ?? ''} onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))} />${error('resources.memory_mb')}</div>
-    <div class="f"><label for="field-labels" title="resources.labels">Labels</label><${Words} id="field-labels" placeholder="any worker" words=${resources.labels ?? []} onWords=${(/** @type {string[]} */ labels) => setResource('labels', labels.length ? labels : null)} />${error('resources.labels') || html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}</div>
-    <div class="f"><label for="field-priority" title="priority">Priority</label><input id="field-priority" type="number" min="-1000" max="1000" placeholder="0" value=${values.priority ?? ''} onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))} />${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}</div>
-    <div class="f"><label for="field-max_restarts" title="max_restarts">Restarts</label><input id="field-max_restarts" type="number" min="0" max="100" placeholder=${DEFAULT_RESTARTS} value=${values.max_restarts ?? ''} onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))} />${error('max_restarts') || html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}</div>
-    <div class="f"><label for="field-backend" title="backend">Backend</label><select id="field-backend" value=${values.backend ?? ''} onChange=${(/** @type {any} */ event) => onValue('backend', event.target.value || null)}><option value="">default (celery)</option>${(backends.data?.data ?? []).filter((/** @type {any} */ one) => one.name !== 'celery' && !one.unavailable_reason).map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}</select>${error('backend')}</div>
-  </div></details></section>`;
+  return html`<section class="box" aria-label="Placement">
+    <details class="group">
+      <summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary>
+      <div class="form">
+        <div class="f">
+          <label for="field-kind" title="resources.kind">Device</label>
+          <select
+            id="field-kind"
+            value=${resources.kind ?? ''}
+            onChange=${(/** @type {any} */ event) => setResource('kind', event.target.value || null)}
+          >
+            <option value="">as the run needs</option>
+            <option value="cuda">GPU</option>
+            <option value="cpu">CPU</option>
+          </select>
+          ${error('resources.kind')}
+        </div>
+        <div class="f">
+          <label for="field-devices" title="resources.devices">Devices</label>
+          <input
+            id="field-devices"
+            type="text"
+            placeholder="1"
+            value=${resources.devices ?? ''}
+            onInput=${(/** @type {any} */ event) => setResource('devices', countOf(event))}
+          />
+          ${error('resources.devices') ||
+          html`<p class="hint">
+            Devices in all, of one worker unless there are several hosts: a number, or <code>all</code>.
+          </p>`}
+        </div>
+        <div class="f">
+          <label for="field-hosts" title="resources.hosts">Hosts</label>
+          <input
+            id="field-hosts"
+            type="number"
+            min="1"
+            max="1024"
+            placeholder="1"
+            value=${resources.hosts ?? ''}
+            onInput=${(/** @type {any} */ event) => setResource('hosts', numberOf(event))}
+          />
+          ${error('resources.hosts') ||
+          html`<p class="hint">Workers that train it together, each with its share of the devices.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-sharding" title="resources.sharding">Model on several devices</label>
+          <select
+            id="field-sharding"
+            value=${resources.sharding ?? ''}
+            onChange=${(/** @type {any} */ event) => setResource('sharding', event.target.value || null)}
+          >
+            <option value="">divided only if none holds it</option>
+            <option value="none">a replica on each</option>
+            <option value="full">divided among them</option>
+          </select>
+          ${error('resources.sharding')}
+        </div>
+        <div class="f">
+          <label for="field-gpu" title="resources.gpu">GPU</label>
+          <input
+            id="field-gpu"
+            type="text"
+            placeholder="any"
+            value=${resources.gpu ?? ''}
+            onInput=${(/** @type {any} */ event) => setResource('gpu', event.target.value.trim() || null)}
+          />
+          ${error('resources.gpu') || html`<p class="hint">Whole words of its name, such as <code>h200</code>.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-sequence_parallel" title="resources.sequence_parallel">Devices that share a sequence</label>
+          <input
+            id="field-sequence_parallel"
+            type="number"
+            min="1"
+            max="1024"
+            placeholder="1"
+            value=${resources.sequence_parallel ?? ''}
+            onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', numberOf(event))}
+          />
+          ${error('resources.sequence_parallel') ||
+          html`<p class="hint">For long sequences: each device has a part of every sequence.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-expert_parallel" title="resources.expert_parallel">Devices that share the experts</label>
+          <input
+            id="field-expert_parallel"
+            type="number"
+            min="1"
+            max="1024"
+            placeholder="1"
+            value=${resources.expert_parallel ?? ''}
+            onInput=${(/** @type {any} */ event) => setResource('expert_parallel', numberOf(event))}
+          />
+          ${error('resources.expert_parallel') ||
+          html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-memory_mb" title="resources.memory_mb">Least memory, MiB</label>
+          <input
+            id="field-memory_mb"
+            type="number"
+            min="1"
+            placeholder="from the estimate"
+            value=${resources.memory_mb ?? ''}
+            onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))}
+          />
+          ${error('resources.memory_mb')}
+        </div>
+        <div class="f">
+          <label for="field-labels" title="resources.labels">Labels</label>
+          <${Words}
+            id="field-labels"
+            placeholder="any worker"
+            words=${resources.labels ?? []}
+            onWords=${(/** @type {string[]} */ labels) => setResource('labels', labels.length ? labels : null)}
+          />
+          ${error('resources.labels') ||
+          html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-priority" title="priority">Priority</label>
+          <input
+            id="field-priority"
+            type="number"
+            min="-1000"
+            max="1000"
+            placeholder="0"
+            value=${values.priority ?? ''}
+            onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))}
+          />
+          ${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-max_restarts" title="max_restarts">Restarts</label>
+          <input
+            id="field-max_restarts"
+            type="number"
+            min="0"
+            max="100"
+            placeholder=${DEFAULT_RESTARTS}
+            value=${values.max_restarts ?? ''}
+            onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))}
+          />
+          ${error('max_restarts') ||
+          html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}
+        </div>
+        <div class="f">
+          <label for="field-backend" title="backend">Backend</label>
+          <select
+            id="field-backend"
+            value=${values.backend ?? ''}
+            onChange=${(/** @type {any} */ event) => onValue('backend', event.target.value || null)}
+          >
+            <option value="">default (celery)</option>
+            ${(backends.data?.data ?? [])
+              .filter((/** @type {any} */ one) => one.name !== 'celery' && !one.unavailable_reason)
+              .map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}
+          </select>
+          ${error('backend')}
+        </div>
+      </div>
+    </details>
+  </section>`;
 }
 
 /**
@@ -282,19 +654,42 @@ function Field({ field, effective, value, text, error, onChange }) {
   let control;
   if (field.kind === 'boolean' || field.kind === 'choice') {
     const choices = field.kind === 'boolean' ? ['true', 'false'] : field.choices;
-    control = html`<select ...${about} value=${shown} onChange=${onInput}><option value="">${`default (${fallback})`}</option>${field.isNullable && field.fallback != null && html`<option value=${NONE}>${NONE}</option>`}${choices.map((one) => html`<option value=${one}>${one}</option>`)}</select>`;
+    control = html`<select ...${about} value=${shown} onChange=${onInput}>
+      <option value="">${`default (${fallback})`}</option>
+      ${field.isNullable && field.fallback != null && html`<option value=${NONE}>${NONE}</option>`}
+      ${choices.map((one) => html`<option value=${one}>${one}</option>`)}
+    </select>`;
   } else if (field.kind === 'list' || field.kind === 'json') {
     control = html`<textarea ...${about} rows="2" placeholder=${fallback} value=${shown} onInput=${onInput}></textarea>`;
   } else {
-    control = html`<input ...${about} type="text" inputmode=${field.kind === 'number' || field.kind === 'integer' ? 'decimal' : undefined} placeholder=${fallback} value=${shown} onInput=${onInput} />`;
+    control = html`<input
+      ...${about}
+      type="text"
+      inputmode=${field.kind === 'number' || field.kind === 'integer' ? 'decimal' : undefined}
+      placeholder=${fallback}
+      value=${shown}
+      onInput=${onInput}
+    />`;
   }
-  return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}><label for=${id} title=${field.name}>${labelOf(field.name)}</label>${control}
-    ${error ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>` : html`<p class="hint" id=${`${id}-about`}><${Prose} text=${field.isNullable && field.fallback != null ? `${field.description} \`${NONE}\`: no value.` : field.description} /></p>`}</div>`;
+  return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}>
+    <label for=${id} title=${field.name}>${labelOf(field.name)}</label>
+    ${control}
+    ${error
+      ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>`
+      : html`<p class="hint" id=${`${id}-about`}>
+          <${Prose} text=${field.isNullable && field.fallback != null
+            ? `${field.description} \`${NONE}\`: no value.`
+            : field.description} />
+        </p>`}
+  </div>`;
 }
 
 /** @param {string} name */
 const labelOf = (name) => {
-  const words = name.replaceAll('_', ' ').replace(/\blora\b/, 'LoRA').replace(/\bgguf\b/, 'GGUF');
+  const words = name
+    .replaceAll('_', ' ')
+    .replace(/\blora\b/, 'LoRA')
+    .replace(/\bgguf\b/, 'GGUF');
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
 
@@ -303,14 +698,35 @@ function OtherFields({ groups, main, method, config, errors, control }) {
   const [text, setText] = useState('');
   const wanted = text.trim().toLowerCase().replaceAll(' ', '_');
   const isShown = (/** @type {import('../new_run_form.js').FormField} */ field) =>
-    !OWN.has(field.name) && (wanted ? field.name.includes(wanted) || field.description.toLowerCase().includes(text.trim().toLowerCase()) : !main.includes(field.name) && (!OBJECTIVES.some(([name]) => name === field.name) || field.name === method));
-  return html`<section class="box" aria-label="More fields"><header><h2>More fields</h2><span class="grow"></span><input type="search" class="small" placeholder="Search fields" aria-label="Search fields of the configuration" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} /></header>
+    !OWN.has(field.name) &&
+    (wanted
+      ? field.name.includes(wanted) || field.description.toLowerCase().includes(text.trim().toLowerCase())
+      : !main.includes(field.name) && (!OBJECTIVES.some(([name]) => name === field.name) || field.name === method));
+  return html`<section class="box" aria-label="More fields">
+    <header>
+      <h2>More fields</h2>
+      <span class="grow"></span>
+      <input
+        type="search"
+        class="small"
+        placeholder="Search fields"
+        aria-label="Search fields of the configuration"
+        value=${text}
+        onInput=${(/** @type {any} */ event) => setText(event.target.value)}
+      />
+    </header>
     ${groups.map(({ group, fields }) => {
       const shown = fields.filter(isShown);
       if (shown.length === 0) return null;
       const set = shown.filter((field) => field.name in config).length;
       const wrong = shown.some((field) => errors.has(`config.${field.name}`));
-      return html`<details class="group" key=${group} open=${wanted !== '' || wrong}><summary>${group}<span class="muted num">${format.counted(shown.length, 'field')}${set > 0 ? `, ${set} set` : ''}</span></summary><div class="form">${shown.map((field) => control(field.name))}</div></details>`;
+      return html`<details class="group" key=${group} open=${wanted !== '' || wrong}>
+        <summary>
+          ${group}
+          <span class="muted num">${format.counted(shown.length, 'field')}${set > 0 ? `, ${set} set` : ''}</span>
+        </summary>
+        <div class="form">${shown.map((field) => control(field.name))}</div>
+      </details>`;
     })}
   </section>`;
 }
@@ -320,7 +736,8 @@ function OtherFields({ groups, main, method, config, errors, control }) {
  * @param {import('../resource.js').Resource<any>} checked
  * @returns {{ valid: boolean, errors: any[], warnings: any[] } | undefined}
  */
-const foundIn = ({ data, error }) => (error?.errors.length ? { valid: false, errors: error.errors, warnings: [] } : error ? undefined : data);
+const foundIn = ({ data, error }) =>
+  error?.errors.length ? { valid: false, errors: error.errors, warnings: [] } : error ? undefined : data;
 
 /**
  * Show the control of a field of the request.
@@ -351,44 +768,173 @@ function problemOf(field, text) {
 function Checks({ isChecked, unreadable, checked }) {
   const result = checked && foundIn(checked);
   const names = new Set(unreadable.map(({ field }) => field));
-  const errors = [...unreadable, ...(result?.errors ?? []).filter((/** @type {any} */ error) => !names.has(error.field))];
-  return html`<section class="box" aria-label="Checks"><header><h2>Checks</h2></header><div class="inside" aria-live="polite">
-    ${!isChecked && errors.length === 0 && html`<p class="muted">Choose a base model and a dataset.</p>`}
-    ${isChecked && !result && (checked?.error ? html`<${ErrorText} error=${checked.error} />` : html`<p class="muted">Checking …</p>`)}
-    ${result?.valid && errors.length === 0 && html`<p><span class="tag best">valid</span></p>`}
-    ${(result || errors.length > 0) && html`<ul class="checks">${errors.map((/** @type {any} */ error) => html`<li class="error-text"><button type="button" class="link" onClick=${() => show(error.field)}>${error.field}</button> <${Prose} text=${error.message} /></li>`)}${(result?.warnings ?? []).map((/** @type {any} */ warning) => html`<li class="warning-text"><${Prose} text=${warning.message} /></li>`)}</ul>`}
-  </div></section>`;
+  const errors = [
+    ...unreadable,
+    ...(result?.errors ?? []).filter((/** @type {any} */ error) => !names.has(error.field)),
+  ];
+  return html`<section class="box" aria-label="Checks">
+    <header><h2>Checks</h2></header>
+    <div class="inside" aria-live="polite">
+      ${!isChecked && errors.length === 0 && html`<p class="muted">Choose a base model and a dataset.</p>`}
+      ${isChecked &&
+      !result &&
+      (checked?.error ? html`<${ErrorText} error=${checked.error} />` : html`<p class="muted">Checking …</p>`)}
+      ${result?.valid && errors.length === 0 && html`<p><span class="tag best">valid</span></p>`}
+      ${(result || errors.length > 0) && html`<ul class="checks">
+        ${errors.map(
+          (/** @type {any} */ error) => html`<li class="error-text">
+            <button type="button" class="link" onClick=${() => show(error.field)}>
+              ${error.field}
+            </button> <${Prose} text=${error.message} />
+          </li>`,
+        )}
+        ${(result?.warnings ?? []).map(
+          (/** @type {any} */ warning) => html`<li class="warning-text"><${Prose} text=${warning.message} /></li>`,
+        )}
+      </ul>`}
+    </div>
+  </section>`;
 }
 
 /** @type {Record<string, string>} What an estimate is based on. */
-const BASES = { formula: 'by formula', history: 'from earlier runs of this model', comparable: 'from runs on this kind of device', assumed: 'with an assumed speed' };
+const BASES = {
+  formula: 'by formula',
+  history: 'from earlier runs of this model',
+  comparable: 'from runs on this kind of device',
+  assumed: 'with an assumed speed',
+};
 
 /** @param {{ estimate: any }} props */
 function Estimate({ estimate }) {
   const { memory_mb: memory, device } = estimate;
   const others = estimate.fits.slice(1);
-  const parts = Object.entries(memory ?? {}).filter(([name, size]) => name !== 'total' && /** @type {number} */ (size) > 0);
-  const whole = Math.max(device.memory_mb ?? 0, memory?.total ?? 0, parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0));
+  const parts = Object.entries(memory ?? {}).filter(
+    ([name, size]) => name !== 'total' && /** @type {number} */ (size) > 0,
+  );
+  const whole = Math.max(
+    device.memory_mb ?? 0,
+    memory?.total ?? 0,
+    parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0),
+  );
   const fit = estimate.fits[0];
-  return html`<section class="box" aria-label="Estimate"><header><h2>Estimate</h2><span class="sub">${device.name}</span></header><div class="inside">
-    ${memory && html`<div class="row between"><span>Memory</span><b class="num">${format.mebibytes(memory.total)}${device.memory_mb && ` of ${format.mebibytes(device.memory_mb)}`}</b></div>
-      <div class="stack" role="img" aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}`).join(', ')}`}>${parts.map(([, size], index) => html`<i style=${{ width: `${(100 * /** @type {number} */ (size)) / whole}%`, background: `var(--c${(index % 8) + 1})` }}></i>`)}</div>
-      <div class="legend">${parts.map(([name, size], index) => html`<span><i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}</span>`)}</div>`}
-    ${fit && fit.fits === false && html`<p class="error-text"><${Prose} text=${fit.reason} /></p>${fit.advice.length > 0 && html`<ul class="checks">${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul>`}`}
-    ${others.length > 0 && html`<details><summary class="sub">${format.counted(others.length, 'other device')}</summary><ul class="checks">${others.map((/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>${one.device.name}: <${Prose} text=${one.reason} /></li>`)}</ul></details>`}
-    <dl class="kv left"><dt>Steps</dt><dd class="num">${format.integer(estimate.steps)}</dd><dt>Tokens</dt><dd class="num">${format.integer(estimate.tokens)}</dd><dt>Time</dt><dd class="num">${estimate.seconds != null && estimate.seconds < 1 ? 'less than 1 s' : format.duration(estimate.seconds)}</dd>
-      ${estimate.cost && html`<dt>Cost</dt><dd class="num">${estimate.cost.amount?.toFixed(2)} ${estimate.cost.currency}</dd>`}</dl>
-    <p class="sub">${Object.entries(estimate.confidence).filter(([, basis]) => basis != null).map(([name, basis]) => `${name === 'seconds' ? 'time' : 'memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`).join('; ').replace(/^./, (first) => first.toUpperCase())}</p>
-    ${estimate.unknown.length > 0 && html`<details><summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary><ul class="checks">${estimate.unknown.map((/** @type {any} */ one) => html`<li class="sub"><code>${one.field}</code> <${Prose} text=${one.reason} /></li>`)}</ul></details>`}
-    ${estimate.assumptions.length > 0 && html`<details><summary class="sub">Assumptions</summary><ul class="checks">${estimate.assumptions.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}</ul></details>`}
-  </div></section>`;
+  return html`<section class="box" aria-label="Estimate">
+    <header><h2>Estimate</h2><span class="sub">${device.name}</span></header>
+    <div class="inside">
+      ${memory && html`
+        <div class="row between">
+          <span>Memory</span>
+          <b class="num">
+            ${format.mebibytes(memory.total)}
+            ${device.memory_mb && ` of ${format.mebibytes(device.memory_mb)}`}
+          </b>
+        </div>
+        <div
+          class="stack"
+          role="img"
+          aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}`).join(', ')}`}
+        >
+          ${parts.map(
+            ([, size], index) => html`<i style=${{
+              width: `${(100 * /** @type {number} */ (size)) / whole}%`,
+              background: `var(--c${(index % 8) + 1})`,
+            }}></i>`,
+          )}
+        </div>
+        <div class="legend">
+          ${parts.map(
+            ([name, size], index) => html`<span>
+              <i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>
+              ${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}
+            </span>`,
+          )}
+        </div>
+      `}
+      ${fit && fit.fits === false && html`
+        <p class="error-text"><${Prose} text=${fit.reason} /></p>
+        ${fit.advice.length > 0 && html`<ul class="checks">
+          ${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}
+        </ul>`}
+      `}
+      ${others.length > 0 && html`<details>
+        <summary class="sub">${format.counted(others.length, 'other device')}</summary>
+        <ul class="checks">
+          ${others.map(
+            (/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>
+              ${one.device.name}: <${Prose} text=${one.reason} />
+            </li>`,
+          )}
+        </ul>
+      </details>`}
+      <dl class="kv left">
+        <dt>Steps</dt>
+        <dd class="num">${format.integer(estimate.steps)}</dd>
+        <dt>Tokens</dt>
+        <dd class="num">${format.integer(estimate.tokens)}</dd>
+        <dt>Time</dt>
+        <dd class="num">
+          ${estimate.seconds != null && estimate.seconds < 1 ? 'less than 1 s' : format.duration(estimate.seconds)}
+        </dd>
+        ${estimate.cost && html`
+          <dt>Cost</dt>
+          <dd class="num">${estimate.cost.amount?.toFixed(2)} ${estimate.cost.currency}</dd>
+        `}
+      </dl>
+      <p class="sub">
+        ${Object.entries(estimate.confidence)
+          .filter(([, basis]) => basis != null)
+          .map(
+            ([name, basis]) =>
+              `${name === 'seconds' ? 'time' : 'memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`,
+          )
+          .join('; ')
+          .replace(/^./, (first) => first.toUpperCase())}
+      </p>
+      ${estimate.unknown.length > 0 && html`<details>
+        <summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary>
+        <ul class="checks">
+          ${estimate.unknown.map(
+            (/** @type {any} */ one) => html`<li class="sub">
+              <code>${one.field}</code> <${Prose} text=${one.reason} />
+            </li>`,
+          )}
+        </ul>
+      </details>`}
+      ${estimate.assumptions.length > 0 && html`<details>
+        <summary class="sub">Assumptions</summary>
+        <ul class="checks">
+          ${estimate.assumptions.map(
+            (/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`,
+          )}
+        </ul>
+      </details>`}
+    </div>
+  </section>`;
 }
 
 /** @param {{ body: any }} props */
 function Request({ body }) {
   const [form, setForm] = useState('yaml');
   const text = form === 'yaml' ? yamlOf(body) : curlOf(location.origin, body);
-  return html`<section class="box" aria-label="Request"><header><h2>Request</h2><span class="grow"></span><${Choice} label="Form of the request" value=${form} options=${[['yaml', 'run.yaml'], ['curl', 'curl']]} onChange=${setForm} /></header>
+  return html`<section class="box" aria-label="Request">
+    <header>
+      <h2>Request</h2>
+      <span class="grow"></span>
+      <${Choice}
+        label="Form of the request"
+        value=${form}
+        options=${[
+          ['yaml', 'run.yaml'],
+          ['curl', 'curl'],
+        ]}
+        onChange=${setForm}
+      />
+    </header>
     <pre class="code" tabindex="0" aria-label="Text of the request">${text}</pre>
-    <div class="inside row"><${Copy} text=${text} shown="Copy" label="Copy the request" /><span class="sub">${form === 'yaml' ? 'for anneal runs create -f run.yaml' : 'with your key in ANNEAL_API_KEY'}</span></div></section>`;
+    <div class="inside row">
+      <${Copy} text=${text} shown="Copy" label="Copy the request" />
+      <span class="sub">
+        ${form === 'yaml' ? 'for anneal runs create -f run.yaml' : 'with your key in ANNEAL_API_KEY'}
+      </span>
+    </div>
+  </section>`;
 }

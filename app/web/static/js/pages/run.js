@@ -33,7 +33,9 @@ export default function Run({ id }) {
   const run = store.run.value;
   const error = store.error.value;
   if (!run || error?.status === 404) {
-    return error ? html`<${RequestFailure} error=${error} /><p><a href="/">All runs</a></p>` : html`<${Loading} what="the run" />`;
+    return error
+      ? html`<${RequestFailure} error=${error} /><p><a href="/">All runs</a></p>`
+      : html`<${Loading} what="the run" />`;
   }
   return html`<${View} store=${store} />`;
 }
@@ -53,7 +55,11 @@ function View({ store }) {
     ['samples', 'Samples', store.samples.length || null],
     ['configuration', 'Configuration', null],
     ['files', 'Files', null],
-    ['history', 'History', store.attempts.value && store.attempts.value.length > 1 ? store.attempts.value.length : null],
+    [
+      'history',
+      'History',
+      store.attempts.value && store.attempts.value.length > 1 ? store.attempts.value.length : null,
+    ],
   ];
   const tab = tabs.some(([key]) => key === asked) ? asked : 'overview';
   const href = (/** @type {any} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
@@ -65,12 +71,27 @@ function View({ store }) {
     const open = /** @type {HTMLElement} */ (bar.querySelector('[aria-current]'));
     bar.scrollLeft = open.offsetLeft - bar.offsetLeft - (bar.clientWidth - open.offsetWidth) / 2;
   }, [tab]);
-  return html`<${Head} store=${store} />
+  return html`
+    <${Head} store=${store} />
     <${Summary} store=${store} />
-    ${failed.length > 0 && html`<div class="box inside" role="alert">${failed.map(([part, error]) => html`<p key=${part} class="error-text">The ${part} could not be read, and ${error.isTemporary ? 'are tried again' : 'are not shown'}: <${Prose} text=${error.message} /></p>`)}</div>`}
-    ${run.status === 'pending' && run.pending_reason && html`<div class="box inside" role="status"><p class="warning-text"><${Prose} text=${run.pending_reason.message} /></p></div>`}
+    ${failed.length > 0 && html`<div class="box inside" role="alert">
+      ${failed.map(
+        ([part, error]) => html`<p key=${part} class="error-text">
+          The ${part} could not be read,
+          and ${error.isTemporary ? 'are tried again' : 'are not shown'}: <${Prose} text=${error.message} />
+        </p>`,
+      )}
+    </div>`}
+    ${run.status === 'pending' && run.pending_reason && html`<div class="box inside" role="status">
+      <p class="warning-text"><${Prose} text=${run.pending_reason.message} /></p>
+    </div>`}
     <nav class="tabs" aria-label="Parts of the run" ref=${tabBar}>
-      ${tabs.map(([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>${name}${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}</a>`)}
+      ${tabs.map(
+        ([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>
+          ${name}
+          ${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}
+        </a>`,
+      )}
     </nav>
     ${tab === 'overview' && html`<${Overview} store=${store} />`}
     ${tab === 'log' && html`<${Log} store=${store} height="max(320px, calc(100vh - 400px))" />`}
@@ -78,7 +99,8 @@ function View({ store }) {
     ${tab === 'samples' && html`<${Samples} store=${store} />`}
     ${tab === 'configuration' && html`<${Configuration} store=${store} />`}
     ${tab === 'files' && html`<${Files} store=${store} />`}
-    ${tab === 'history' && html`<${History} store=${store} />`}`;
+    ${tab === 'history' && html`<${History} store=${store} />`}
+  `;
 }
 
 /** @param {{ store: RunStore }} props */
@@ -87,25 +109,68 @@ function Overview({ store }) {
   const checkpoints = store.checkpoints.value ?? [];
   const newest = byPrompt(store.samples)[0];
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
-  return html`${run.status === 'failed' && html`<${Failure} store=${store} />`}
+  return html`
+    ${run.status === 'failed' && html`<${Failure} store=${store} />`}
     <div class="two">
       <${Charts} store=${store} />
       <aside class="side" aria-label="Newest results">
-        <section class="box"><header><h2>Checkpoints</h2><span class="sub">${store.checkpoints.value?.length}</span><span class="grow"></span><a class="sub" href=${`${path.value}?tab=checkpoints`}>All</a></header>
-          <ul class="list">${checkpoints.slice(0, 4).map((one) => html`<li key=${one.id}><span class="num name">${format.integer(one.step)}</span><span class="grow sub num">${one.metrics[evalName] != null ? `eval ${format.loss(one.metrics[evalName])}` : format.bytes(one.bytes)}</span>${one.is_best && html`<span class="tag best">best</span>`}${one.pinned && html`<${Icon} name="pin" label="pinned" />`}</li>`)}
-            ${checkpoints.length === 0 && html`<li class="muted">${store.checkpoints.value ? 'None yet.' : 'Loading …'}</li>`}</ul></section>
-        ${newest && html`<section class="box"><header><h2>Newest sample</h2><span class="sub num">step ${format.integer(newest.samples.at(-1).step)}</span><span class="grow"></span><a class="sub" href=${`${path.value}?tab=samples`}>All</a></header>
-          <div class="say"><p class="q mono clip">${newest.prompt}</p><p class="a">${newest.samples.at(-1).completion}</p></div></section>`}
+        <section class="box">
+          <header>
+            <h2>Checkpoints</h2>
+            <span class="sub">${store.checkpoints.value?.length}</span>
+            <span class="grow"></span>
+            <a class="sub" href=${`${path.value}?tab=checkpoints`}>All</a>
+          </header>
+          <ul class="list">
+            ${checkpoints
+              .slice(0, 4)
+              .map(
+                (one) => html`<li key=${one.id}>
+                  <span class="num name">${format.integer(one.step)}</span>
+                  <span class="grow sub num">
+                    ${one.metrics[evalName] != null
+                      ? `eval ${format.loss(one.metrics[evalName])}`
+                      : format.bytes(one.bytes)}
+                  </span>
+                  ${one.is_best && html`<span class="tag best">best</span>`}
+                  ${one.pinned && html`<${Icon} name="pin" label="pinned" />`}
+                </li>`,
+              )}
+            ${checkpoints.length === 0 && html`<li class="muted">
+              ${store.checkpoints.value ? 'None yet.' : 'Loading …'}
+            </li>`}
+          </ul>
+        </section>
+        ${newest && html`<section class="box">
+          <header>
+            <h2>Newest sample</h2>
+            <span class="sub num">step ${format.integer(newest.samples.at(-1).step)}</span>
+            <span class="grow"></span>
+            <a class="sub" href=${`${path.value}?tab=samples`}>All</a>
+          </header>
+          <div class="say">
+            <p class="q mono clip">${newest.prompt}</p>
+            <p class="a">${newest.samples.at(-1).completion}</p>
+          </div>
+        </section>`}
         ${store.device.value && html`<${Device} device=${store.device.value} />`}
       </aside>
     </div>
-    <div class="below"><${Log} store=${store} height="232px" /></div>`;
+    <div class="below"><${Log} store=${store} height="232px" /></div>
+  `;
 }
 
 /** @param {{ device: any }} props */
-const Device = ({ device }) => html`<section class="box"><header><h2>Device</h2><span class="sub">GPU ${device.index}</span></header><dl class="kv">
-  <dt>Utilization</dt><dd>${device.utilization_percent == null ? '–' : `${Math.round(device.utilization_percent)} %`}</dd>
-  <dt>Memory</dt><dd>${format.gib(device.memory_mb)} GiB</dd>
-  <dt>Temperature</dt><dd>${device.temperature_celsius == null ? '–' : `${device.temperature_celsius} °C`}</dd>
-  <dt>Power</dt><dd>${device.power_watts == null ? '–' : `${Math.round(device.power_watts)} W`}</dd>
-</dl></section>`;
+const Device = ({ device }) => html`<section class="box">
+  <header><h2>Device</h2><span class="sub">GPU ${device.index}</span></header>
+  <dl class="kv">
+    <dt>Utilization</dt>
+    <dd>${device.utilization_percent == null ? '–' : `${Math.round(device.utilization_percent)} %`}</dd>
+    <dt>Memory</dt>
+    <dd>${format.gib(device.memory_mb)} GiB</dd>
+    <dt>Temperature</dt>
+    <dd>${device.temperature_celsius == null ? '–' : `${device.temperature_celsius} °C`}</dd>
+    <dt>Power</dt>
+    <dd>${device.power_watts == null ? '–' : `${Math.round(device.power_watts)} W`}</dd>
+  </dl>
+</section>`;

@@ -32,7 +32,12 @@ const SORTS = [
   ['name', 'By name'],
 ];
 /** What runs do: value of the address, text. Trainings are shown unless others are asked for. */
-const TASKS = /** @type {[string, string][]} */ ([['train', 'Training'], ['evaluate', 'Evaluations'], ['export', 'Exports'], ['all', 'All']]);
+const TASKS = /** @type {[string, string][]} */ ([
+  ['train', 'Training'],
+  ['evaluate', 'Evaluations'],
+  ['export', 'Exports'],
+  ['all', 'All'],
+]);
 
 /** Filters of the address, as the API takes them. */
 function filters() {
@@ -59,7 +64,9 @@ export default function Runs() {
   const wanted = { ...filters(), sort, order, after, limit: PAGE_SIZE, view: 'row' };
   const { status: _status, ...others } = filters();
   const [isLive, setLive] = useState(true);
-  const list = useResource((signal) => get('/v1/runs', wanted, signal), JSON.stringify(wanted), { everyMs: isLive ? LIVE_EVERY_MS : undefined });
+  const list = useResource((signal) => get('/v1/runs', wanted, signal), JSON.stringify(wanted), {
+    everyMs: isLive ? LIVE_EVERY_MS : undefined,
+  });
   const counts = useResource((signal) => get('/v1/runs/counts', others, signal), JSON.stringify(others));
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const isAnyLive = (list.data?.data ?? []).some((/** @type {any} */ run) => LIVE.has(run.status));
@@ -95,29 +102,78 @@ export default function Runs() {
   const names = new Map((experiments.data?.data ?? []).map((/** @type {any} */ one) => [one.id, one.name]));
   const { task, ...chosen } = filters();
   const isFiltered = Object.values(chosen).some((value) => (Array.isArray(value) ? value.length : value));
-  return html`<div class="head center">
+  return html`
+    <div class="head center">
       <h1 class="grow">Runs</h1>
       <${Bulk} picked=${picked} onClear=${() => setQuery({ pick: null })} onChanged=${reload} />
     </div>
     <${Filters} counts=${counts.data?.counts ?? {}} experiments=${experiments.data?.data ?? []} />
     <${Loaded} resource=${list} what="runs">
-      ${(/** @type {any} */ page) => page.data.length === 0
-        ? html`<section class="box"><${NoRuns} task=${task} isFiltered=${isFiltered || after} /></section>`
-        : html`<${Table} runs=${page.data} picked=${picked} onPick=${pick} sort=${sort} order=${order} experiments=${names} />`}
+      ${(/** @type {any} */ page) =>
+        page.data.length === 0
+          ? html`<section class="box"><${NoRuns} task=${task} isFiltered=${isFiltered || after} /></section>`
+          : html`<${Table}
+              runs=${page.data}
+              picked=${picked}
+              onPick=${pick}
+              sort=${sort}
+              order=${order}
+              experiments=${names}
+            />`}
     <//>
     <div class="row foot">
-      <span class="sub num">${list.data && `${format.integer(list.data.data.length)} of ${format.integer(counts.data?.total ?? list.data.data.length)}`}</span>
+      <span class="sub num">
+        ${list.data &&
+        `${format.integer(list.data.data.length)} of ${format.integer(counts.data?.total ?? list.data.data.length)}`}
+      </span>
       <span class="grow"></span>
-      ${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>First page</button>`}
-      ${list.data?.has_more && html`<button type="button" class="btn small" onClick=${() => { setQuery({ after: list.data.data.at(-1).id }); scrollTo(0, 0); }}>Next page</button>`}
-    </div>`;
+      ${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>
+        First page
+      </button>`}
+      ${list.data?.has_more && html`<button
+        type="button"
+        class="btn small"
+        onClick=${() => {
+          setQuery({ after: list.data.data.at(-1).id });
+          scrollTo(0, 0);
+        }}
+      >
+        Next page
+      </button>`}
+    </div>
+  `;
 }
 
 /** @param {{ task: string | null, isFiltered: boolean }} props */
 function NoRuns({ task, isFiltered }) {
-  if (isFiltered) return html`<${Empty} title="No run matches the filters."><button type="button" class="btn small" onClick=${() => setQuery({ search: null, status: null, experiment: null, model: null, method: null, tag: null, dataset: null, after: null })}>Remove the filters</button><//>`;
-  if (task === 'evaluate') return html`<${Empty} title="There are no evaluations yet."><p class="muted"><code>anneal eval MODEL DATASET</code> measures a model on held-out data, without training.</p><//>`;
-  if (task === 'export') return html`<${Empty} title="There are no exports yet."><p class="muted">“Export …” among the checkpoints of a run writes a model from one of them.</p><//>`;
+  if (isFiltered)
+    return html`<${Empty} title="No run matches the filters.">
+      <button
+        type="button"
+        class="btn small"
+        onClick=${() =>
+          setQuery({
+            search: null,
+            status: null,
+            experiment: null,
+            model: null,
+            method: null,
+            tag: null,
+            dataset: null,
+            after: null,
+          })}
+      >
+        Remove the filters
+      </button>
+    <//>`;
+  if (task === 'evaluate')
+    return html`<${Empty} title="There are no evaluations yet.">
+      <p class="muted"><code>anneal eval MODEL DATASET</code> measures a model on held-out data, without training.</p>
+    <//>`;
+  if (task === 'export')
+    return html`<${Empty} title="There are no exports yet.">
+      <p class="muted">“Export …” among the checkpoints of a run writes a model from one of them.</p>
+    <//>`;
   return html`<${FirstSteps} />`;
 }
 
@@ -125,18 +181,46 @@ function NoRuns({ task, isFiltered }) {
 const SAMPLE = [
   ['What does annealing do?', 'It heats a material and lets it cool slowly, so that it becomes less brittle.'],
   ['Why fine-tune a model?', 'To make it good at one task, in one style, with far less data than it was trained on.'],
-].map(([question, answer]) => JSON.stringify({ messages: [{ role: 'user', content: question }, { role: 'assistant', content: answer }] })).join('\n');
+]
+  .map(([question, answer]) =>
+    JSON.stringify({
+      messages: [
+        { role: 'user', content: question },
+        { role: 'assistant', content: answer },
+      ],
+    }),
+  )
+  .join('\n');
 
 /** What an installation without runs shows: the way to the first one, with data to try it. */
-const FirstSteps = () => html`<div class="state first"><h2>There are no runs yet.</h2>
+const FirstSteps = () => html`<div class="state first">
+  <h2>There are no runs yet.</h2>
   <ol class="steps">
-    <li><p><b>A dataset.</b> One JSON object a line; this sample, saved as <code>chats.jsonl</code>, is enough to try it.</p>
+    <li>
+      <p>
+        <b>A dataset.</b> One JSON object a line; this sample, saved as <code>chats.jsonl</code>, is enough to try it.
+      </p>
       <pre class="code" tabindex="0" aria-label="Sample of a dataset">${SAMPLE}</pre>
-      ${may('write') && html`<p class="row wrap"><a class="btn small" href="/datasets">Upload a dataset</a><${Copy} text=${SAMPLE} shown="Copy the sample" label="Copy the sample" /></p>`}</li>
-    <li><p><b>A model.</b> A folder below the models root, or a model of the Hugging Face Hub. Without either, <code>anneal models create tiny</code> makes a small one with random weights on this machine.</p></li>
-    <li><p><b>A run.</b> Of this model on this dataset.${may('write') ? '' : html` A key with the scope <code>write</code> can start one.`}</p>
-      ${may('write') && html`<p><a class="btn primary small" href="/new">New run</a></p>`}</li>
-  </ol></div>`;
+      ${may('write') && html`<p class="row wrap">
+        <a class="btn small" href="/datasets">Upload a dataset</a>
+        <${Copy} text=${SAMPLE} shown="Copy the sample" label="Copy the sample" />
+      </p>`}
+    </li>
+    <li>
+      <p>
+        <b>A model.</b> A folder below the models root, or a model of the Hugging Face Hub. Without
+        either, <code>anneal models create tiny</code> makes a small one with random weights on this machine.
+      </p>
+    </li>
+    <li>
+      <p>
+        <b>A run.</b> Of this model on this
+        dataset.${may('write') ? '' : html` A key with the scope <code>write</code> can start one.`}
+      </p>
+      ${may('write') && html`<p><a class="btn primary small" href="/new">New run</a></p>`}
+    </li>
+  </ol>
+</div>`;
 
 /** @param {{ counts: Record<string, number>, experiments: { id: string, name: string }[] }} props */
 function Filters({ counts, experiments }) {
@@ -152,26 +236,77 @@ function Filters({ counts, experiments }) {
   }, [inAddress]);
   const statuses = asked.getAll('status');
   const flip = (/** @type {string} */ status) =>
-    setQuery({ status: statuses.includes(status) ? statuses.filter((one) => one !== status) : [...statuses, status], after: null });
+    setQuery({
+      status: statuses.includes(status) ? statuses.filter((one) => one !== status) : [...statuses, status],
+      after: null,
+    });
   const sort = asked.get('sort') ?? DEFAULT_SORT;
   return html`<div class="row wrap filters">
-    <${Choice} label="Kind of runs" value=${asked.get('task') ?? 'train'} options=${TASKS} onChange=${(/** @type {string} */ value) => setQuery({ task: value === 'train' ? null : value, after: null })} />
-    <input type="search" placeholder="Name, tag or ID" aria-label="Search runs by name, tag or ID" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} />
-    <select aria-label="Experiment" value=${asked.get('experiment') ?? ''} onChange=${(/** @type {any} */ event) => setQuery({ experiment: event.target.value, after: null })}>
+    <${Choice}
+      label="Kind of runs"
+      value=${asked.get('task') ?? 'train'}
+      options=${TASKS}
+      onChange=${(/** @type {string} */ value) => setQuery({ task: value === 'train' ? null : value, after: null })}
+    />
+    <input
+      type="search"
+      placeholder="Name, tag or ID"
+      aria-label="Search runs by name, tag or ID"
+      value=${text}
+      onInput=${(/** @type {any} */ event) => setText(event.target.value)}
+    />
+    <select
+      aria-label="Experiment"
+      value=${asked.get('experiment') ?? ''}
+      onChange=${(/** @type {any} */ event) => setQuery({ experiment: event.target.value, after: null })}
+    >
       <option value="">All experiments</option>
       ${experiments.map((one) => html`<option value=${one.id}>${one.name}</option>`)}
     </select>
-    <select aria-label="Order" value=${sort} onChange=${(/** @type {any} */ event) => setQuery({ sort: event.target.value === DEFAULT_SORT ? null : event.target.value, order: null, after: null })}>
-      ${SORTS.map(([value, name]) => html`<option value=${value}>${value === 'created_at' && asked.get('order') === 'asc' ? 'Oldest first' : name}</option>`)}
+    <select
+      aria-label="Order"
+      value=${sort}
+      onChange=${(/** @type {any} */ event) =>
+        setQuery({ sort: event.target.value === DEFAULT_SORT ? null : event.target.value, order: null, after: null })}
+    >
+      ${SORTS.map(
+        ([value, name]) => html`<option value=${value}>
+          ${value === 'created_at' && asked.get('order') === 'asc' ? 'Oldest first' : name}
+        </option>`,
+      )}
     </select>
-    ${['model', 'method', 'tag', 'dataset'].map((name) => asked.get(name) && html`<button type="button" class="btn small" title="Remove this filter" onClick=${() => setQuery({ [name]: null, after: null })}><span class="clip">${name}: ${name === 'dataset' ? format.shortId(asked.get(name) ?? '') : asked.get(name)}</span><${Icon} name="cross" /></button>`)}
+    ${['model', 'method', 'tag', 'dataset'].map(
+      (name) =>
+        asked.get(name) &&
+        html`<button
+          type="button"
+          class="btn small"
+          title="Remove this filter"
+          onClick=${() => setQuery({ [name]: null, after: null })}
+        >
+          <span class="clip">
+            ${name}: ${name === 'dataset' ? format.shortId(asked.get(name) ?? '') : asked.get(name)}
+          </span>
+          <${Icon} name="cross" />
+        </button>`,
+    )}
     <${Columns} />
-    ${sort === 'best' && html`<span class="sub">Losses and rewards of different methods are not compared: each method has a list of its own.</span>`}
+    ${sort === 'best' && html`<span class="sub">
+      Losses and rewards of different methods are not compared: each method has a list of its own.
+    </span>`}
     <span class="grow"></span>
     <span class="row wrap" role="group" aria-label="Only runs with these statuses">
-      ${STATUSES.filter((status) => counts[status] || statuses.includes(status)).map((status) => html`<button type="button" class="btn quiet small count" aria-pressed=${String(statuses.includes(status))} onClick=${() => flip(status)}>
-        <${Chip} status=${status} /><span class="num">${format.integer(counts[status] ?? 0)}</span>
-      </button>`)}
+      ${STATUSES.filter((status) => counts[status] || statuses.includes(status)).map(
+        (status) => html`<button
+          type="button"
+          class="btn quiet small count"
+          aria-pressed=${String(statuses.includes(status))}
+          onClick=${() => flip(status)}
+        >
+          <${Chip} status=${status} />
+          <span class="num">${format.integer(counts[status] ?? 0)}</span>
+        </button>`,
+      )}
     </span>
   </div>`;
 }

@@ -14,19 +14,42 @@ const EVERY_MS = 5000;
 export default function Workers() {
   const workers = useResource((signal) => get('/v1/workers', { limit: 200 }, signal), 'workers', { everyMs: EVERY_MS });
   const active = useResource(
-    (signal) => get('/v1/runs', { status: ['initializing', 'running', 'checkpointing'], view: 'row', limit: 200 }, signal), 'active', { everyMs: EVERY_MS },
+    (signal) =>
+      get('/v1/runs', { status: ['initializing', 'running', 'checkpointing'], view: 'row', limit: 200 }, signal),
+    'active',
+    { everyMs: EVERY_MS },
   );
   const counts = useResource((signal) => get('/v1/runs/counts', {}, signal), 'counts', { everyMs: EVERY_MS });
   const now = useNow(1000);
   const runs = new Map((active.data?.data ?? []).map((/** @type {any} */ run) => [run.id, run]));
-  return html`<div class="head center"><h1 class="grow">Workers</h1>${workers.data && html`<span class="sub num">${headline(workers.data.data, counts.data?.counts.pending ?? 0)}</span>`}</div>
-    <${Loaded} resource=${workers} what="workers">${(/** @type {any} */ page) => {
-      const shown = page.data.filter((/** @type {any} */ one) => one.state !== 'offline');
-      if (shown.length === 0) {
-        return html`<section class="box"><${Empty} title="No worker is online."><p class="muted">Start one with <code>anneal worker</code> on a machine that shares database, Redis and storage, or restart <code>anneal up</code>.</p><//></section>`;
-      }
-      return html`<div class="hosts">${shown.map((/** @type {any} */ worker) => html`<${Card} key=${worker.id} worker=${worker} runs=${runs} now=${now} />`)}</div>`;
-    }}<//>`;
+  return html`
+    <div class="head center">
+      <h1 class="grow">Workers</h1>
+      ${workers.data && html`<span class="sub num">
+        ${headline(workers.data.data, counts.data?.counts.pending ?? 0)}
+      </span>`}
+    </div>
+    <${Loaded} resource=${workers} what="workers">
+      ${(/** @type {any} */ page) => {
+        const shown = page.data.filter((/** @type {any} */ one) => one.state !== 'offline');
+        if (shown.length === 0) {
+          return html`<section class="box">
+            <${Empty} title="No worker is online.">
+              <p class="muted">
+                Start one with <code>anneal worker</code> on a machine that shares database, Redis and storage, or
+                restart <code>anneal up</code>.
+              </p>
+            <//>
+          </section>`;
+        }
+        return html`<div class="hosts">
+          ${shown.map(
+            (/** @type {any} */ worker) => html`<${Card} key=${worker.id} worker=${worker} runs=${runs} now=${now} />`,
+          )}
+        </div>`;
+      }}
+    <//>
+  `;
 }
 
 /** @param {any[]} workers @param {number} pending */
@@ -38,11 +61,29 @@ export function headline(workers, pending) {
 }
 
 /** @param {{ worker: any, runs: Map<string, any>, now: number }} props */
-const Card = ({ worker, runs, now }) => html`<section class="box" aria-label=${`Worker ${worker.host}, ${format.shortId(worker.id)}`}>
-  <header><h2 class="clip">${worker.host}</h2><span class=${worker.state === 'online' ? 'tag' : 'tag warn'}>${worker.state}</span>${worker.labels.map((/** @type {string} */ label) => html`<span class="tag">${label}</span>`)}<span class="grow"></span>
-    <span class="sub nowrap">${worker.version} · heartbeat ${format.ago(worker.heartbeat_at, now)}</span></header>
-  <ul class="list">${worker.devices.map((/** @type {any} */ device) => html`<${DeviceRow} key=${device.index} device=${device} run=${runs.get(device.run_id)} />`)}</ul>
-  ${worker.launch_mode === 'cold' && worker.launch_reason && html`<p class="sub warning">Training processes start cold: <${Prose} text=${worker.launch_reason} /></p>`}
+const Card = ({ worker, runs, now }) => html`<section
+  class="box"
+  aria-label=${`Worker ${worker.host}, ${format.shortId(worker.id)}`}
+>
+  <header>
+    <h2 class="clip">${worker.host}</h2>
+    <span class=${worker.state === 'online' ? 'tag' : 'tag warn'}>${worker.state}</span>
+    ${worker.labels.map((/** @type {string} */ label) => html`<span class="tag">${label}</span>`)}
+    <span class="grow"></span>
+    <span class="sub nowrap">${worker.version} · heartbeat ${format.ago(worker.heartbeat_at, now)}</span>
+  </header>
+  <ul class="list">
+    ${worker.devices.map(
+      (/** @type {any} */ device) => html`<${DeviceRow}
+        key=${device.index}
+        device=${device}
+        run=${runs.get(device.run_id)}
+      />`,
+    )}
+  </ul>
+  ${worker.launch_mode === 'cold' && worker.launch_reason && html`<p class="sub warning">
+    Training processes start cold: <${Prose} text=${worker.launch_reason} />
+  </p>`}
 </section>`;
 
 /** @param {{ device: any, run: any }} props */
@@ -50,17 +91,46 @@ function DeviceRow({ device, run }) {
   const telemetry = device.telemetry;
   const used = telemetry?.memory_mb;
   const share = used != null && device.memory_mb ? used / device.memory_mb : null;
-  const facts = telemetry && [
-    telemetry.utilization_percent != null && `${Math.round(telemetry.utilization_percent)} % busy`,
-    telemetry.temperature_celsius != null && `${telemetry.temperature_celsius} °C`,
-    telemetry.power_watts != null && `${Math.round(telemetry.power_watts)} W`,
-  ].filter(Boolean).join(' · ');
-  return html`<li class="device"><div class="grow">
-    <div class="row"><span class="name grow clip">${device.name}</span><span class="num muted nowrap">${used != null ? `${format.gib(used)} of ` : ''}${format.gib(device.memory_mb)} GiB</span></div>
-    ${share != null && html`<div class="bar" role="meter" aria-label=${`Memory of ${device.name}`} aria-valuenow=${Math.round(100 * share)} aria-valuemin="0" aria-valuemax="100"><i style=${{ width: `${100 * share}%` }}></i></div>`}
-    ${facts && html`<div class="sub num">${facts}</div>`}
-    ${device.run_id
-      ? html`<div class="row"><a class="name clip" href=${`/runs/${device.run_id}`}>${run?.name ?? format.shortId(device.run_id)}</a>${run && html`<${Chip} status=${run.status} />`}${run?.total_steps && html`<span class="sub num">${format.percent(run.step ?? 0, run.total_steps)}</span>`}</div>`
-      : device.paused_until ? html`<div class="sub warning">Paused until ${format.clock(device.paused_until)}: <${Prose} text=${device.trouble ?? ''} /></div>` : html`<div class="muted">Free</div>`}
-  </div></li>`;
+  const facts =
+    telemetry &&
+    [
+      telemetry.utilization_percent != null && `${Math.round(telemetry.utilization_percent)} % busy`,
+      telemetry.temperature_celsius != null && `${telemetry.temperature_celsius} °C`,
+      telemetry.power_watts != null && `${Math.round(telemetry.power_watts)} W`,
+    ]
+      .filter(Boolean)
+      .join(' · ');
+  return html`<li class="device">
+    <div class="grow">
+      <div class="row">
+        <span class="name grow clip">${device.name}</span>
+        <span class="num muted nowrap">
+          ${used != null ? `${format.gib(used)} of ` : ''}
+          ${format.gib(device.memory_mb)} GiB
+        </span>
+      </div>
+      ${share != null && html`<div
+        class="bar"
+        role="meter"
+        aria-label=${`Memory of ${device.name}`}
+        aria-valuenow=${Math.round(100 * share)}
+        aria-valuemin="0"
+        aria-valuemax="100"
+      >
+        <i style=${{ width: `${100 * share}%` }}></i>
+      </div>`}
+      ${facts && html`<div class="sub num">${facts}</div>`}
+      ${device.run_id
+        ? html`<div class="row">
+            <a class="name clip" href=${`/runs/${device.run_id}`}>${run?.name ?? format.shortId(device.run_id)}</a>
+            ${run && html`<${Chip} status=${run.status} />`}
+            ${run?.total_steps && html`<span class="sub num">${format.percent(run.step ?? 0, run.total_steps)}</span>`}
+          </div>`
+        : device.paused_until
+          ? html`<div class="sub warning">
+              Paused until ${format.clock(device.paused_until)}: <${Prose} text=${device.trouble ?? ''} />
+            </div>`
+          : html`<div class="muted">Free</div>`}
+    </div>
+  </li>`;
 }

@@ -33,18 +33,76 @@ export function ActionDialog({ store, action: name, onClose }) {
     });
   };
   const title = TITLES[/** @type {keyof typeof TITLES} */ (name)];
-  return html`<${Dialog} title=${title} onClose=${onClose}><form class="stackform" onSubmit=${send}>
-    <p class="muted">${cost(name, store)}</p>
-    ${name === 'checkpoint' && html`<label class="check"><input type="checkbox" checked=${values.pin} onChange=${set('pin')} />Pin it, so that retention never deletes it</label>`}
-    ${name === 'sample' && html`
-      <div class="f"><label for="prompts">Prompts, one per line</label><textarea id="prompts" rows="4" required value=${values.prompts} onInput=${set('prompts')}></textarea><p class="hint">At most 8 prompts.</p></div>
-      <div class="row"><div class="f"><label for="tokens">Most new tokens</label><input id="tokens" type="number" min="1" max="512" value=${values.max_new_tokens} onInput=${set('max_new_tokens')} /></div>
-      <div class="f"><label for="temperature">Temperature</label><input id="temperature" type="number" min="0" max="10" step="0.1" value=${values.temperature} onInput=${set('temperature')} /></div></div>`}
-    ${name === 'set_learning_rate' && html`<div class="f"><label for="rate">New peak learning rate</label><input id="rate" type="text" inputmode="decimal" required value=${values.learning_rate} onInput=${set('learning_rate')} /><p class="hint">The peak is ${format.significant(run.config.learning_rate)}. The schedule keeps its shape.</p></div>`}
-    ${name === 'extend' && html`<div class="f"><label for="steps">New total number of steps</label><input id="steps" type="number" min=${run.current_step + 1} required value=${values.max_steps} onInput=${set('max_steps')} /><p class="hint">Planned are ${format.integer(run.total_steps)} steps.</p></div>`}
-    <${ErrorText} error=${request.error} />
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${request.busy}>${title}</button></footer>
-  </form><//>`;
+  return html`<${Dialog} title=${title} onClose=${onClose}>
+    <form class="stackform" onSubmit=${send}>
+      <p class="muted">${cost(name, store)}</p>
+      ${name === 'checkpoint' && html`<label class="check">
+        <input type="checkbox" checked=${values.pin} onChange=${set('pin')} />
+        Pin it, so that retention never deletes it
+      </label>`}
+      ${name === 'sample' && html`
+        <div class="f">
+          <label for="prompts">Prompts, one per line</label>
+          <textarea id="prompts" rows="4" required value=${values.prompts} onInput=${set('prompts')}></textarea>
+          <p class="hint">At most 8 prompts.</p>
+        </div>
+        <div class="row">
+          <div class="f">
+            <label for="tokens">Most new tokens</label>
+            <input
+              id="tokens"
+              type="number"
+              min="1"
+              max="512"
+              value=${values.max_new_tokens}
+              onInput=${set('max_new_tokens')}
+            />
+          </div>
+          <div class="f">
+            <label for="temperature">Temperature</label>
+            <input
+              id="temperature"
+              type="number"
+              min="0"
+              max="10"
+              step="0.1"
+              value=${values.temperature}
+              onInput=${set('temperature')}
+            />
+          </div>
+        </div>
+      `}
+      ${name === 'set_learning_rate' && html`<div class="f">
+        <label for="rate">New peak learning rate</label>
+        <input
+          id="rate"
+          type="text"
+          inputmode="decimal"
+          required
+          value=${values.learning_rate}
+          onInput=${set('learning_rate')}
+        />
+        <p class="hint">The peak is ${format.significant(run.config.learning_rate)}. The schedule keeps its shape.</p>
+      </div>`}
+      ${name === 'extend' && html`<div class="f">
+        <label for="steps">New total number of steps</label>
+        <input
+          id="steps"
+          type="number"
+          min=${run.current_step + 1}
+          required
+          value=${values.max_steps}
+          onInput=${set('max_steps')}
+        />
+        <p class="hint">Planned are ${format.integer(run.total_steps)} steps.</p>
+      </div>`}
+      <${ErrorText} error=${request.error} />
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary" disabled=${request.busy}>${title}</button>
+      </footer>
+    </form>
+  <//>`;
 }
 
 /** @param {string} name @param {any} run @returns {Record<string, any>} */
@@ -59,8 +117,16 @@ function initial(name, run) {
 function body(name, values) {
   if (name === 'checkpoint') return { action: name, pin: values.pin };
   if (name === 'sample') {
-    const prompts = values.prompts.split('\n').map((/** @type {string} */ line) => line.trim()).filter(Boolean);
-    return { action: name, prompts, max_new_tokens: Number(values.max_new_tokens), temperature: Number(values.temperature) };
+    const prompts = values.prompts
+      .split('\n')
+      .map((/** @type {string} */ line) => line.trim())
+      .filter(Boolean);
+    return {
+      action: name,
+      prompts,
+      max_new_tokens: Number(values.max_new_tokens),
+      temperature: Number(values.temperature),
+    };
   }
   if (name === 'set_learning_rate') return { action: name, learning_rate: Number(values.learning_rate) };
   if (name === 'extend') return { action: name, max_steps: Number(values.max_steps) };
@@ -71,10 +137,15 @@ function body(name, values) {
 function cost(name, store) {
   const saves = (store.checkpoints.value ?? []).slice(0, 5).map((one) => one.save_seconds ?? 0);
   if (name === 'checkpoint') {
-    return saves.length ? `Training pauses for the save; the last ones took up to ${format.duration(Math.max(...saves))}.` : 'Training pauses after the current step while it saves.';
+    return saves.length
+      ? `Training pauses for the save; the last ones took up to ${format.duration(Math.max(...saves))}.`
+      : 'Training pauses after the current step while it saves.';
   }
-  if (name === 'evaluate') return 'Training pauses after the current step until the whole evaluation data was evaluated.';
-  if (name === 'sample') return 'Training pauses after the current step while the model writes. The random state of training does not change.';
-  if (name === 'set_learning_rate') return 'It takes effect at the next step. The change is recorded, and a resumed run keeps it.';
+  if (name === 'evaluate')
+    return 'Training pauses after the current step until the whole evaluation data was evaluated.';
+  if (name === 'sample')
+    return 'Training pauses after the current step while the model writes. The random state of training does not change.';
+  if (name === 'set_learning_rate')
+    return 'It takes effect at the next step. The change is recorded, and a resumed run keeps it.';
   return 'The learning-rate schedule is stretched to the new length from the next step on.';
 }

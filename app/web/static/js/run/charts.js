@@ -15,7 +15,11 @@ import { READ_POINTS } from '../run_store.js';
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 /** @typedef {import('../curves.js').Axis} Axis */
 
-const AXES = /** @type {[string, string][]} */ ([['step', 'Step'], ['epoch', 'Epoch'], ['time', 'Time']]);
+const AXES = /** @type {[string, string][]} */ ([
+  ['step', 'Step'],
+  ['epoch', 'Epoch'],
+  ['time', 'Time'],
+]);
 const DEFAULT_SMOOTHING = 0.6;
 /** Charts beside that of the losses, in order: series, title, color, format. */
 const KNOWN = /** @type {[string, string, string, (value: number | null | undefined) => string][]} */ ([
@@ -28,8 +32,10 @@ const KNOWN = /** @type {[string, string, string, (value: number | null | undefi
 
 /** @type {Record<string, string>} Titles of the charts of series whose values are sums since the metric before. */
 const PER_STEP = {
-  'extra.step_seconds': 'Seconds per step', 'extra.data_seconds': 'Wait for data per step, seconds',
-  'extra.forward_seconds': 'Forward per step, seconds', 'extra.backward_seconds': 'Backward per step, seconds',
+  'extra.step_seconds': 'Seconds per step',
+  'extra.data_seconds': 'Wait for data per step, seconds',
+  'extra.forward_seconds': 'Forward per step, seconds',
+  'extra.backward_seconds': 'Backward per step, seconds',
   'extra.optimizer_seconds': 'Optimizer per step, seconds',
 };
 
@@ -48,45 +54,136 @@ export function Charts({ store }) {
   const curve = (/** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ color, more = {}) => {
     const whole = store.series.get(name) ?? emptySeries();
     const series = detail?.[name] ? withDetail(whole, detail[name]) : whole;
-    const y = name in PER_STEP
-      ? perStep(series, store.run.value.config.logging_steps, starts)
-      : name === 'gpu_memory_mb' ? series.values.map((value) => value && value / 1024) : series.values;
-    return { name: label, color, x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), y, ...more };
+    const y =
+      name in PER_STEP
+        ? perStep(series, store.run.value.config.logging_steps, starts)
+        : name === 'gpu_memory_mb'
+          ? series.values.map((value) => value && value / 1024)
+          : series.values;
+    return {
+      name: label,
+      color,
+      x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }),
+      y,
+      ...more,
+    };
   };
   const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
   const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
   const rewards = ['extra.reward', 'eval.eval_reward'].filter((name) => store.series.has(name));
-  const others = [...store.series.keys()].filter((name) => !known.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name)).sort();
-  const shown = KNOWN.filter(([name]) => hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')));
+  const others = [...store.series.keys()]
+    .filter((name) => !known.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name))
+    .sort();
+  const shown = KNOWN.filter(
+    ([name]) =>
+      hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')),
+  );
   const scales = { epoch: store.series.get('epoch'), clock: store.timesOfSteps };
-  const extent = extentOf([...store.series.values()].map(({ steps, values }) => positions({ steps: [...steps.slice(0, 1), ...steps.slice(-1)], values }, axis, scales)));
+  const extent = extentOf(
+    [...store.series.values()].map(({ steps, values }) =>
+      positions({ steps: [...steps.slice(0, 1), ...steps.slice(-1)], values }, axis, scales),
+    ),
+  );
   const common = {
-    smoothing, zoom, extent, group: store.id, marks: axis === 'step' ? marksOf(store) : [],
-    onZoom: (/** @type {[number, number] | null} */ range) => setQuery({ zoom: range && range.map((value) => Number(value.toPrecision(6))).join(',') }),
+    smoothing,
+    zoom,
+    extent,
+    group: store.id,
+    marks: axis === 'step' ? marksOf(store) : [],
+    onZoom: (/** @type {[number, number] | null} */ range) =>
+      setQuery({ zoom: range && range.map((value) => Number(value.toPrecision(6))).join(',') }),
     ...(axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : {}),
     ...(axis === 'time' ? { position: (/** @type {number} */ x) => format.duration(x), ticks: format.duration } : {}),
   };
   const byReward = isRewarded(store.run.value.config.method) && rewards.length > 0;
-  const lossChart = html`<${LineChart} key="loss" title="Loss" shape=${byReward ? '' : 'wide'} logScale=${logScale} format=${format.loss} ...${common}
-    curves=${[curve('loss', 'train', '--c1'), ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true }))]} />`;
-  const rewardChart = rewards.length > 0 && html`<${LineChart} key="reward" title="Reward" shape=${byReward ? 'wide' : ''} ...${common}
-    curves=${rewards.map((name, index) => curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }))} />`;
-  if (store.series.size === 0) return store.isReading('curves') ? html`<${Loading} what="curves" />` : html`<p class="box state muted">Curves appear with the first logged step.</p>`;
+  const lossChart = html`<${LineChart}
+    key="loss"
+    title="Loss"
+    shape=${byReward ? '' : 'wide'}
+    logScale=${logScale}
+    format=${format.loss}
+    ...${common}
+    curves=${[
+      curve('loss', 'train', '--c1'),
+      ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true })),
+    ]}
+  />`;
+  const rewardChart =
+    rewards.length > 0 &&
+    html`<${LineChart}
+      key="reward"
+      title="Reward"
+      shape=${byReward ? 'wide' : ''}
+      ...${common}
+      curves=${rewards.map((name, index) =>
+        curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }),
+      )}
+    />`;
+  if (store.series.size === 0)
+    return store.isReading('curves')
+      ? html`<${Loading} what="curves" />`
+      : html`<p class="box state muted">Curves appear with the first logged step.</p>`;
   return html`<div>
     <div class="chartbar">
-      <span class="row">Along <${Choice} label="Horizontal axis" value=${axis} options=${AXES} onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value, zoom: null })} /></span>
-      <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })} /><span class="num">${smoothing.toFixed(2)}</span></label>
-      <label class="check"><input type="checkbox" checked=${logScale} onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })} />Log scale</label>
+      <span class="row">
+        Along <${Choice}
+          label="Horizontal axis"
+          value=${axis}
+          options=${AXES}
+          onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value, zoom: null })}
+        />
+      </span>
+      <label>
+        Smoothing <input
+          type="range"
+          min="0"
+          max="0.99"
+          step="0.01"
+          value=${smoothing}
+          onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })}
+        />
+        <span class="num">${smoothing.toFixed(2)}</span>
+      </label>
+      <label class="check">
+        <input
+          type="checkbox"
+          checked=${logScale}
+          onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })}
+        />
+        Log scale
+      </label>
       <span class="grow"></span>
-      ${zoom ? html`<button type="button" class="btn small" onClick=${() => setQuery({ zoom: null })}>Show all</button>` : html`<span class="faint hide-s">Drag to zoom, double-click to show all</span>`}
+      ${zoom
+        ? html`<button type="button" class="btn small" onClick=${() => setQuery({ zoom: null })}>Show all</button>`
+        : html`<span class="faint hide-s">Drag to zoom, double-click to show all</span>`}
     </div>
     <div class="charts">
       ${byReward ? [rewardChart, lossChart] : [lossChart, rewardChart]}
-      ${shown.map(([name, title, color, text]) => html`<${LineChart} key=${name} title=${title} ...${common} smoothing=${name === 'learning_rate' || name === 'gpu_memory_mb' ? 0 : smoothing}
-        logScale=${logScale && name === 'grad_norm'} format=${text} curves=${[curve(name, title, color)]} />`)}
-      ${(isAll ? others : others.slice(0, 4)).map((name, index) => html`<${LineChart} key=${name} title=${otherTitle(name)} ...${common} curves=${[curve(name, otherTitle(name), `--c${(index % 8) + 1}`, { dots: name.startsWith('eval.') })]} />`)}
+      ${shown.map(
+        ([name, title, color, text]) => html`<${LineChart}
+          key=${name}
+          title=${title}
+          ...${common}
+          smoothing=${name === 'learning_rate' || name === 'gpu_memory_mb' ? 0 : smoothing}
+          logScale=${logScale && name === 'grad_norm'}
+          format=${text}
+          curves=${[curve(name, title, color)]}
+        />`,
+      )}
+      ${(isAll ? others : others.slice(0, 4)).map(
+        (name, index) => html`<${LineChart}
+          key=${name}
+          title=${otherTitle(name)}
+          ...${common}
+          curves=${[curve(name, otherTitle(name), `--c${(index % 8) + 1}`, { dots: name.startsWith('eval.') })]}
+        />`,
+      )}
     </div>
-    ${others.length > 4 && html`<p class="row foot"><button type="button" class="btn small" onClick=${() => setAll(!isAll)}>${isAll ? 'Fewer curves' : `${others.length - 4} more curves`}</button></p>`}
+    ${others.length > 4 && html`<p class="row foot">
+      <button type="button" class="btn small" onClick=${() => setAll(!isAll)}>
+        ${isAll ? 'Fewer curves' : `${others.length - 4} more curves`}
+      </button>
+    </p>`}
   </div>`;
 }
 
@@ -98,11 +195,18 @@ export function Charts({ store }) {
 function useDetail(store, axis, zoom) {
   const loss = store.series.get('loss') ?? emptySeries();
   const isThinned = loss.steps.length >= READ_POINTS / 2;
-  const range = zoom && isThinned ? stepsWithin(loss, positions(loss, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), zoom) : null;
+  const range =
+    zoom && isThinned
+      ? stepsWithin(loss, positions(loss, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), zoom)
+      : null;
   // To the newest point there is no end: else each step of a live run would be another request.
   const end = range && range[1] < loss.steps[loss.steps.length - 1] ? { to_step: range[1] } : {};
   const wanted = range && { from_step: range[0], ...end, max_points: READ_POINTS };
-  const found = useResource((signal) => get(`/v1/runs/${store.id}/metrics`, wanted ?? {}, signal), wanted && `${store.id} ${store.run.value.attempt} ${range[0]} ${end.to_step}`, { keep: false });
+  const found = useResource(
+    (signal) => get(`/v1/runs/${store.id}/metrics`, wanted ?? {}, signal),
+    wanted && `${store.id} ${store.run.value.attempt} ${range[0]} ${end.to_step}`,
+    { keep: false },
+  );
   return found.data?.series;
 }
 
@@ -112,7 +216,11 @@ const hasNumbers = (store, name) => (store.series.get(name)?.values ?? []).some(
 /** @param {string} name */
 const otherTitle = (name) => {
   if (name in PER_STEP) return PER_STEP[name];
-  const words = name.replace(/^extra\./, '').replace(/^eval\.eval_/, 'eval ').replaceAll('_', ' ').replace(/ mb$/, ', MiB');
+  const words = name
+    .replace(/^extra\./, '')
+    .replace(/^eval\.eval_/, 'eval ')
+    .replaceAll('_', ' ')
+    .replace(/ mb$/, ', MiB');
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
 
@@ -131,10 +239,22 @@ export function parseZoom(text) {
 /** @param {RunStore} store @returns {import('../components/chart.js').Mark[]} */
 function marksOf(store) {
   // Of attempts from the same step, the last one is named.
-  const attempts = (store.attempts.value ?? []).slice(1).filter((one, index, all) => one.start_step != null && all[index + 1]?.start_step !== one.start_step);
-  const actions = (store.actions.value ?? []).filter((one) => one.status === 'done' && one.step != null && ['set_learning_rate', 'extend'].includes(one.action));
+  const attempts = (store.attempts.value ?? [])
+    .slice(1)
+    .filter((one, index, all) => one.start_step != null && all[index + 1]?.start_step !== one.start_step);
+  const actions = (store.actions.value ?? []).filter(
+    (one) => one.status === 'done' && one.step != null && ['set_learning_rate', 'extend'].includes(one.action),
+  );
   return [
-    ...attempts.map((one) => ({ at: one.start_step, text: `attempt ${one.attempt}`, kind: /** @type {'attempt'} */ ('attempt') })),
-    ...actions.map((one) => ({ at: one.step, text: one.action === 'extend' ? 'extended' : 'learning rate changed', kind: /** @type {'action'} */ ('action') })),
+    ...attempts.map((one) => ({
+      at: one.start_step,
+      text: `attempt ${one.attempt}`,
+      kind: /** @type {'attempt'} */ ('attempt'),
+    })),
+    ...actions.map((one) => ({
+      at: one.step,
+      text: one.action === 'extend' ? 'extended' : 'learning rate changed',
+      kind: /** @type {'action'} */ ('action'),
+    })),
   ];
 }

@@ -25,30 +25,100 @@ export function Checkpoints({ store }) {
   const checkpoints = store.checkpoints.value;
   if (!checkpoints) return html`<${Loading} what="checkpoints" />`;
   if (checkpoints.length === 0) {
-    return html`<section class="box"><${Empty} title="No checkpoint yet."><p class="muted">The run saves one every <code>save_steps</code> steps, at a stop, and at its end.</p><//></section>`;
+    return html`<section class="box">
+      <${Empty} title="No checkpoint yet.">
+        <p class="muted">The run saves one every <code>save_steps</code> steps, at a stop, and at its end.</p>
+      <//>
+    </section>`;
   }
   const isOver = !LIVE.has(run.status);
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
-  const pin = (/** @type {any} */ one) => action.run(async () => {
-    await call('PATCH', `/v1/runs/${run.id}/checkpoints/${one.id}`, { body: { pinned: !one.pinned } });
-    await store.readLists();
-  });
-  return html`<section class="box scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="table">
-    <thead><tr><th>Step</th><th>Saved</th><th class="right">Epoch</th><th class="right">Train loss</th><th class="right">${evalName === 'eval_loss' ? 'Eval loss' : 'Eval reward'}</th><th class="right">Size</th><th class="right">Saved in</th><th>Copies</th><th><span class="sr">Actions</span></th></tr></thead>
-    <tbody>${checkpoints.map((one) => html`<tr key=${one.id}>
-      <td class="num name nowrap">${format.integer(one.step)} ${one.is_best && html`<span class="tag best">best</span>`} ${one.bad_reason && html`<span class="tag warn" title=${one.bad_reason}>corrupt</span>`}</td>
-      <td class="nowrap">${KINDS[/** @type {keyof typeof KINDS} */ (one.kind)] ?? one.kind}<div class="sub">${format.clock(one.created_at)}</div></td>
-      <td class="right num">${one.epoch.toFixed(2)}</td><td class="right num">${format.loss(one.metrics.loss)}</td><td class="right num">${format.loss(one.metrics[evalName])}</td>
-      <td class="right num nowrap">${format.bytes(one.bytes)}</td><td class="right num nowrap">${one.save_seconds == null ? '–' : `${one.save_seconds.toFixed(1)} s`}</td>
-      <td>${one.copies.map((/** @type {string} */ place) => html`<span class="tag">${place}</span> `)}</td>
-      <td class="right nowrap">${may('write') && html`
-        <button type="button" class="btn small" disabled=${!isOver || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => setResumed(one)}>Resume from here …</button>
-        ${' '}<button type="button" class="btn small" disabled=${!isOver || Boolean(one.bad_reason)} title=${isOver ? undefined : 'Stop the run first'} onClick=${() => setExported(one)}>Export …</button>
-        ${' '}<button type="button" class="btn quiet icon small" aria-label=${one.pinned ? `Unpin the checkpoint of step ${one.step}` : `Pin the checkpoint of step ${one.step}`} aria-pressed=${String(one.pinned)} onClick=${() => pin(one)}><${Icon} name="pin" /></button>`}</td>
-    </tr>`)}</tbody></table></section>
+  const pin = (/** @type {any} */ one) =>
+    action.run(async () => {
+      await call('PATCH', `/v1/runs/${run.id}/checkpoints/${one.id}`, { body: { pinned: !one.pinned } });
+      await store.readLists();
+    });
+  return html`
+    <section class="box scroll" tabindex="0" role="region" aria-label="Checkpoints">
+      <table class="table">
+        <thead>
+          <tr>
+            <th>Step</th>
+            <th>Saved</th>
+            <th class="right">Epoch</th>
+            <th class="right">Train loss</th>
+            <th class="right">${evalName === 'eval_loss' ? 'Eval loss' : 'Eval reward'}</th>
+            <th class="right">Size</th>
+            <th class="right">Saved in</th>
+            <th>Copies</th>
+            <th><span class="sr">Actions</span></th>
+          </tr>
+        </thead>
+        <tbody>
+          ${checkpoints.map(
+            (one) => html`<tr key=${one.id}>
+              <td class="num name nowrap">
+                ${format.integer(one.step)} ${one.is_best && html`<span class="tag best">best</span>`} ${one.bad_reason && html`<span
+                  class="tag warn"
+                  title=${one.bad_reason}
+                >
+                  corrupt
+                </span>`}
+              </td>
+              <td class="nowrap">
+                ${KINDS[/** @type {keyof typeof KINDS} */ (one.kind)] ?? one.kind}
+                <div class="sub">${format.clock(one.created_at)}</div>
+              </td>
+              <td class="right num">${one.epoch.toFixed(2)}</td>
+              <td class="right num">${format.loss(one.metrics.loss)}</td>
+              <td class="right num">${format.loss(one.metrics[evalName])}</td>
+              <td class="right num nowrap">${format.bytes(one.bytes)}</td>
+              <td class="right num nowrap">${one.save_seconds == null ? '–' : `${one.save_seconds.toFixed(1)} s`}</td>
+              <td>${one.copies.map((/** @type {string} */ place) => html`<span class="tag">${place}</span> `)}</td>
+              <td class="right nowrap">
+                ${may('write') && html`
+                  <button
+                    type="button"
+                    class="btn small"
+                    disabled=${!isOver || Boolean(one.bad_reason)}
+                    title=${isOver ? undefined : 'Stop the run first'}
+                    onClick=${() => setResumed(one)}
+                  >
+                    Resume from here …
+                  </button>
+                  ${' '}
+                  <button
+                    type="button"
+                    class="btn small"
+                    disabled=${!isOver || Boolean(one.bad_reason)}
+                    title=${isOver ? undefined : 'Stop the run first'}
+                    onClick=${() => setExported(one)}
+                  >
+                    Export …
+                  </button>
+                  ${' '}
+                  <button
+                    type="button"
+                    class="btn quiet icon small"
+                    aria-label=${one.pinned
+                      ? `Unpin the checkpoint of step ${one.step}`
+                      : `Pin the checkpoint of step ${one.step}`}
+                    aria-pressed=${String(one.pinned)}
+                    onClick=${() => pin(one)}
+                  >
+                    <${Icon} name="pin" />
+                  </button>
+                `}
+              </td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+    </section>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
     ${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed} onClose=${() => setResumed(null)} />`}
-    ${exported && html`<${Export} run=${run} checkpoint=${exported} onClose=${() => setExported(null)} />`}`;
+    ${exported && html`<${Export} run=${run} checkpoint=${exported} onClose=${() => setExported(null)} />`}
+  `;
 }
 
 /** @param {{ run: any, checkpoint: any, onClose: () => void }} props */
@@ -59,14 +129,29 @@ function Export({ run, checkpoint, onClose }) {
   const send = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      const made = await post(`/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`, isAdapter ? { output } : {}, { 'Idempotency-Key': newKey() });
+      const made = await post(`/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`, isAdapter ? { output } : {}, {
+        'Idempotency-Key': newKey(),
+      });
       go(`/runs/${made.id}`);
     });
   };
-  return html`<${Dialog} title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`} onClose=${onClose}><form class="stackform" onSubmit=${send}>
-    <p class="muted">A short run writes the model; its files are the output of that run, and its ID can be the base model of others.</p>
-    ${isAdapter && html`<div class="f"><label for="form">Form</label><select id="form" value=${output} onChange=${(/** @type {any} */ event) => setOutput(event.target.value)}><option value="adapter">Adapter</option><option value="merged">Merged into the base model</option></select></div>`}
-    <${ErrorText} error=${action.error} />
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Export</button></footer>
-  </form><//>`;
+  return html`<${Dialog} title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`} onClose=${onClose}>
+    <form class="stackform" onSubmit=${send}>
+      <p class="muted">
+        A short run writes the model; its files are the output of that run, and its ID can be the base model of others.
+      </p>
+      ${isAdapter && html`<div class="f">
+        <label for="form">Form</label>
+        <select id="form" value=${output} onChange=${(/** @type {any} */ event) => setOutput(event.target.value)}>
+          <option value="adapter">Adapter</option>
+          <option value="merged">Merged into the base model</option>
+        </select>
+      </div>`}
+      <${ErrorText} error=${action.error} />
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary" disabled=${action.busy}>Export</button>
+      </footer>
+    </form>
+  <//>`;
 }

@@ -20,18 +20,55 @@ export function Configuration({ store }) {
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
   const fields = schema.data ? fieldsFor(schema.data, run.config) : new Map();
   const rows = rowsOf(run, parent.data, fields, store.replaced());
-  const shown = rows.filter((row) => !isShort || row.reason || !row.isDefault || (parent.data && !same(row.used, row.parent)));
-  return html`<section class="box scroll" tabindex="0" role="region" aria-label="Configuration">
-    <header><h2>Configuration</h2><label class="check"><input type="checkbox" checked=${isShort} onChange=${(/** @type {any} */ event) => setShort(event.target.checked)} />Only what differs</label><span class="grow"></span>
-      <${Copy} text=${JSON.stringify(run.config, null, 2)} shown="Copy as JSON" label="Copy the configuration" />
-      <a class="btn small" href=${`/new?from=${run.id}`}>New run like this</a></header>
-    <table class="table"><thead><tr><th>Field</th><th>Used</th><th>Default</th>${parent.data && html`<th>In ${parent.data.name}, resumed from</th>`}<th>Reason</th></tr></thead>
-      <tbody>${shown.map((row) => html`<tr key=${row.field}><td class="mono nowrap">${row.field}</td><td class="mono"><b>${format.configValue(row.used)}</b></td>
-        <td class="mono muted">${row.isDefault ? html`<span class="faint">same</span>` : format.configValue(row.fallback)}</td>
-        ${parent.data && html`<td class="mono muted">${same(row.used, row.parent) ? html`<span class="faint">same</span>` : format.configValue(row.parent)}</td>`}
-        <td class="muted"><${Prose} text=${row.reason} /></td></tr>`)}</tbody></table>
-    ${shown.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
-  </section><${Facts} run=${run} />`;
+  const shown = rows.filter(
+    (row) => !isShort || row.reason || !row.isDefault || (parent.data && !same(row.used, row.parent)),
+  );
+  return html`
+    <section class="box scroll" tabindex="0" role="region" aria-label="Configuration">
+      <header>
+        <h2>Configuration</h2>
+        <label class="check">
+          <input
+            type="checkbox"
+            checked=${isShort}
+            onChange=${(/** @type {any} */ event) => setShort(event.target.checked)}
+          />
+          Only what differs
+        </label>
+        <span class="grow"></span>
+        <${Copy} text=${JSON.stringify(run.config, null, 2)} shown="Copy as JSON" label="Copy the configuration" />
+        <a class="btn small" href=${`/new?from=${run.id}`}>New run like this</a>
+      </header>
+      <table class="table">
+        <thead>
+          <tr>
+            <th>Field</th>
+            <th>Used</th>
+            <th>Default</th>
+            ${parent.data && html`<th>In ${parent.data.name}, resumed from</th>`}
+            <th>Reason</th>
+          </tr>
+        </thead>
+        <tbody>
+          ${shown.map(
+            (row) => html`<tr key=${row.field}>
+              <td class="mono nowrap">${row.field}</td>
+              <td class="mono"><b>${format.configValue(row.used)}</b></td>
+              <td class="mono muted">
+                ${row.isDefault ? html`<span class="faint">same</span>` : format.configValue(row.fallback)}
+              </td>
+              ${parent.data && html`<td class="mono muted">
+                ${same(row.used, row.parent) ? html`<span class="faint">same</span>` : format.configValue(row.parent)}
+              </td>`}
+              <td class="muted"><${Prose} text=${row.reason} /></td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+      ${shown.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
+    </section>
+    <${Facts} run=${run} />
+  `;
 }
 
 /** @param {{ run: any }} props */
@@ -39,13 +76,50 @@ function Facts({ run }) {
   const facts = factsOf(run);
   const plans = plansOf(run.facts?.step_plan);
   if (facts.length === 0) return null;
-  return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Run facts">
-    <header><h2>Run facts</h2><span class="grow"></span><${Copy} text=${JSON.stringify(run.facts, null, 2)} shown="Copy as JSON" label="Copy the run facts" /></header>
-    <table class="table"><tbody>${facts.map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th><td>${value}</td></tr>`)}</tbody></table>
-  </section>
-  ${plans.length > 1 && html`<section class="box scroll below" tabindex="0" role="region" aria-label="Plans of a step"><header><h2>Planned step and its alternatives</h2></header>
-    <table class="table"><thead><tr><th>Step</th><th class="right">Layers recomputed</th><th class="right">Peak, GiB</th><th class="right">Seconds</th><th></th></tr></thead>
-      <tbody>${plans.map((plan) => html`<tr key=${plan.step}><td class="nowrap">${plan.step}</td><td class="right num">${plan.recomputed}</td><td class="right num">${plan.peak}</td><td class="right num">${plan.seconds}</td><td class="muted">${plan.source}</td></tr>`)}</tbody></table></section>`}`;
+  return html`
+    <section class="box scroll below" tabindex="0" role="region" aria-label="Run facts">
+      <header>
+        <h2>Run facts</h2>
+        <span class="grow"></span>
+        <${Copy} text=${JSON.stringify(run.facts, null, 2)} shown="Copy as JSON" label="Copy the run facts" />
+      </header>
+      <table class="table">
+        <tbody>
+          ${facts.map(([name, value]) => html`<tr key=${name}><th scope="row">${name}</th><td>${value}</td></tr>`)}
+        </tbody>
+      </table>
+    </section>
+    ${plans.length > 1 && html`<section
+      class="box scroll below"
+      tabindex="0"
+      role="region"
+      aria-label="Plans of a step"
+    >
+      <header><h2>Planned step and its alternatives</h2></header>
+      <table class="table">
+        <thead>
+          <tr>
+            <th>Step</th>
+            <th class="right">Layers recomputed</th>
+            <th class="right">Peak, GiB</th>
+            <th class="right">Seconds</th>
+            <th></th>
+          </tr>
+        </thead>
+        <tbody>
+          ${plans.map(
+            (plan) => html`<tr key=${plan.step}>
+              <td class="nowrap">${plan.step}</td>
+              <td class="right num">${plan.recomputed}</td>
+              <td class="right num">${plan.peak}</td>
+              <td class="right num">${plan.seconds}</td>
+              <td class="muted">${plan.source}</td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+    </section>`}
+  `;
 }
 
 /**
@@ -57,7 +131,14 @@ function rowsOf(run, parent, fields, replaced) {
   const used = { ...run.config, ...run.effective_config };
   const reasons = new Map(replaced.map((one) => [one.field, one.reason]));
   const before = { ...parent?.config, ...parent?.effective_config };
-  return Object.keys(used).sort().map((field) => ({
-    field, used: used[field], parent: before[field], fallback: fields.get(field)?.fallback, isDefault: isDefault(fields.get(field), used[field]), reason: reasons.get(field) ?? '',
-  }));
+  return Object.keys(used)
+    .sort()
+    .map((field) => ({
+      field,
+      used: used[field],
+      parent: before[field],
+      fallback: fields.get(field)?.fallback,
+      isDefault: isDefault(fields.get(field), used[field]),
+      reason: reasons.get(field) ?? '',
+    }));
 }

@@ -4,7 +4,10 @@ import * as format from '../format.js';
 
 const GIB = 2 ** 30;
 const KERNEL_PARTS = /** @type {const} */ ([
-  ['norms', 'norms'], ['lora', 'adapters'], ['dropout', 'dropout'], ['head', 'loss head'],
+  ['norms', 'norms'],
+  ['lora', 'adapters'],
+  ['dropout', 'dropout'],
+  ['head', 'loss head'],
 ]);
 
 /**
@@ -20,11 +23,20 @@ export function factsOf(run) {
   /** @type {[string, string | null | undefined | false][]} */
   const pairs = [
     ['Device', facts.device_name ?? facts.device],
-    ['Kernels', kernels.filter(([, kernel]) => kernel).map((pair) => pair.join(' ')).join(', ')],
+    [
+      'Kernels',
+      kernels
+        .filter(([, kernel]) => kernel)
+        .map((pair) => pair.join(' '))
+        .join(', '),
+    ],
     ['Precision', precisionOf(run.effective_config ?? {})],
     ['Parameters', total > 0 && `${format.integer(facts.parameters_trainable)} of ${format.integer(total)} trained`],
     ['Planned step', facts.step_plan && plannedStep(facts.step_plan)],
-    ['Compilation', facts.compile_seconds != null && `${format.significant(facts.compile_seconds)} s before the first step`],
+    [
+      'Compilation',
+      facts.compile_seconds != null && `${format.significant(facts.compile_seconds)} s before the first step`,
+    ],
   ];
   return /** @type {[string, string][]} */ (pairs.filter(([, value]) => value));
 }
@@ -32,7 +44,13 @@ export function factsOf(run) {
 /** @param {any} effective */
 function precisionOf({ dtype, load_in_4bit, load_in_8bit, bnb_4bit_quant_type, lora_r, weights_dtype }) {
   if (dtype == null) return null;
-  const base = load_in_4bit ? `base in 4 bits (${bnb_4bit_quant_type})` : load_in_8bit ? 'base in 8 bits' : lora_r != null ? `base in ${dtype}` : `weights in ${weights_dtype}`;
+  const base = load_in_4bit
+    ? `base in 4 bits (${bnb_4bit_quant_type})`
+    : load_in_8bit
+      ? 'base in 8 bits'
+      : lora_r != null
+        ? `base in ${dtype}`
+        : `weights in ${weights_dtype}`;
   return `computes in ${dtype}, ${base}`;
 }
 
@@ -42,10 +60,14 @@ function plannedStep(plan) {
   return [
     stepOf(plan.batch_size, plan.gradient_accumulation_steps),
     `${plan.recomputed_layers} of ${plan.layers} layers recomputed`,
-    plan.needed_bytes == null ? `measured peak above ${usable}` : `measured peak ${(plan.needed_bytes / GIB).toFixed(1)} of ${usable}`,
+    plan.needed_bytes == null
+      ? `measured peak above ${usable}`
+      : `measured peak ${(plan.needed_bytes / GIB).toFixed(1)} of ${usable}`,
     plan.step_seconds != null && `${format.significant(plan.step_seconds)} s`,
     !plan.fits && 'may run out of memory',
-  ].filter(Boolean).join(', ');
+  ]
+    .filter(Boolean)
+    .join(', ');
 }
 
 /**
@@ -56,7 +78,12 @@ function plannedStep(plan) {
 export function plansOf(plan) {
   if (!plan) return [];
   const rows = plan.batch_size * plan.gradient_accumulation_steps;
-  const chosen = { rows: plan.batch_size, recomputed: plan.recomputed_layers, needed_bytes: plan.needed_bytes, step_seconds: plan.step_seconds };
+  const chosen = {
+    rows: plan.batch_size,
+    recomputed: plan.recomputed_layers,
+    needed_bytes: plan.needed_bytes,
+    step_seconds: plan.step_seconds,
+  };
   return [chosen, ...plan.alternatives].map((candidate, index) => ({
     step: stepOf(candidate.rows, rows / candidate.rows),
     recomputed: candidate.recomputed,

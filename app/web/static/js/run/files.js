@@ -14,8 +14,21 @@ export function Files({ store }) {
   const files = useResource((signal) => get(path, {}, signal), run.fine_tuned_model ? `${run.id} ${run.status}` : null);
   return html`<div class="side">
     ${run.fine_tuned_model
-      ? html`<${Loaded} resource=${files} what="files">${(/** @type {any} */ page) => html`<${Table} title="Output" path=${path} page=${page} archive=${`${path}.tar`} />`}<//>`
-      : html`<section class="box"><${Empty} title="No output yet."><p class="muted">A run writes its output when it completes. A checkpoint of a stopped or failed run can be exported.</p><//></section>`}
+      ? html`<${Loaded} resource=${files} what="files">
+          ${(/** @type {any} */ page) => html`<${Table}
+            title="Output"
+            path=${path}
+            page=${page}
+            archive=${`${path}.tar`}
+          />`}
+        <//>`
+      : html`<section class="box">
+          <${Empty} title="No output yet.">
+            <p class="muted">
+              A run writes its output when it completes. A checkpoint of a stopped or failed run can be exported.
+            </p>
+          <//>
+        </section>`}
     ${(store.attempts.value ?? []).map((one) => html`<${Records} key=${one.attempt} runId=${run.id} attempt=${one} />`)}
   </div>`;
 }
@@ -27,10 +40,16 @@ function Records({ runId, attempt }) {
   const files = useResource((signal) => get(path, {}, signal), isOpen ? path : null);
   const outcome = attempt.outcome?.replaceAll('_', ' ') ?? 'running';
   return html`<details class="box group" onToggle=${(/** @type {any} */ event) => setOpen(event.target.open)}>
-    <summary>Records of attempt ${attempt.attempt}<span class="muted">${outcome}: metrics, memory profile, distributions, TensorBoard files</span></summary>
-    ${isOpen && html`<${Loaded} resource=${files} what="records">${(/** @type {any} */ page) => page.data.length > 0
-      ? html`<${Table} title=${`Files of attempt ${attempt.attempt}`} path=${path} page=${page} />`
-      : html`<p class="state muted">The attempt wrote no records.</p>`}<//>`}
+    <summary>
+      Records of attempt ${attempt.attempt}
+      <span class="muted">${outcome}: metrics, memory profile, distributions, TensorBoard files</span>
+    </summary>
+    ${isOpen && html`<${Loaded} resource=${files} what="records">
+      ${(/** @type {any} */ page) =>
+        page.data.length > 0
+          ? html`<${Table} title=${`Files of attempt ${attempt.attempt}`} path=${path} page=${page} />`
+          : html`<p class="state muted">The attempt wrote no records.</p>`}
+    <//>`}
   </details>`;
 }
 
@@ -39,10 +58,27 @@ function Table({ title, path, page, archive }) {
   const href = (/** @type {string} */ name) => `${path}/${name.split('/').map(encodeURIComponent).join('/')}`;
   const size = page.data.reduce((/** @type {number} */ sum, /** @type {any} */ one) => sum + one.bytes, 0);
   return html`<section class="box scroll" tabindex="0" role="region" aria-label=${title}>
-    <header><h2>${title}</h2><span class="sub num">${format.counted(page.data.length, 'file')}, ${format.bytes(size)}</span><span class="grow"></span>
-      ${archive && html`<a class="btn small" href=${archive} download><${Icon} name="save" />Download all</a>`}</header>
-    <table class="table"><thead><tr><th>File</th><th class="right">Size</th></tr></thead>
-      <tbody>${page.data.map((/** @type {any} */ one) => html`<tr key=${one.path}><td class="mono"><a href=${href(one.path)} download>${one.path}</a></td><td class="right num">${format.bytes(one.bytes)}</td></tr>`)}</tbody></table>
-    ${page.left_out > 0 && html`<p class="state sub">${format.counted(page.left_out, 'file')} with unprintable names ${page.left_out === 1 ? 'is' : 'are'} not listed.</p>`}
+    <header>
+      <h2>${title}</h2>
+      <span class="sub num">${format.counted(page.data.length, 'file')}, ${format.bytes(size)}</span>
+      <span class="grow"></span>
+      ${archive && html`<a class="btn small" href=${archive} download><${Icon} name="save" />Download all</a>`}
+    </header>
+    <table class="table">
+      <thead>
+        <tr><th>File</th><th class="right">Size</th></tr>
+      </thead>
+      <tbody>
+        ${page.data.map(
+          (/** @type {any} */ one) => html`<tr key=${one.path}>
+            <td class="mono"><a href=${href(one.path)} download>${one.path}</a></td>
+            <td class="right num">${format.bytes(one.bytes)}</td>
+          </tr>`,
+        )}
+      </tbody>
+    </table>
+    ${page.left_out > 0 && html`<p class="state sub">
+      ${format.counted(page.left_out, 'file')} with unprintable names ${page.left_out === 1 ? 'is' : 'are'} not listed.
+    </p>`}
   </section>`;
 }

@@ -20,19 +20,36 @@ const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 /** @param {{ store: RunStore }} props */
 export function Head({ store }) {
   const run = store.run.value;
-  const experiment = useResource((signal) => get(`/v1/experiments/${run.experiment_id}`, {}, signal), run.experiment_id);
+  const experiment = useResource(
+    (signal) => get(`/v1/experiments/${run.experiment_id}`, {}, signal),
+    run.experiment_id,
+  );
   const dataset = useResource((signal) => get(`/v1/datasets/${run.dataset_id}`, {}, signal), run.dataset_id);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
   const { devices, conditions } = resourcesOf(run);
   return html`<div class="head">
     <div class="grow">
-      <p class="crumb"><a href="/">Runs</a> / <a href=${`/?experiment=${run.experiment_id}`}>${experiment.data?.name ?? '…'}</a></p>
-      <div class="title"><h1>${run.name}</h1><${Chip} status=${run.status} />${run.pinned && html`<span class="tag">pinned</span>`}${run.tags.map((/** @type {string} */ tag) => html`<a class="tag" href=${`/?tag=${encodeURIComponent(tag)}`}>${tag}</a>`)}</div>
+      <p class="crumb">
+        <a href="/">Runs</a> / <a href=${`/?experiment=${run.experiment_id}`}>${experiment.data?.name ?? '…'}</a>
+      </p>
+      <div class="title">
+        <h1>${run.name}</h1>
+        <${Chip} status=${run.status} />
+        ${run.pinned && html`<span class="tag">pinned</span>`}
+        ${run.tags.map(
+          (/** @type {string} */ tag) => html`<a class="tag" href=${`/?tag=${encodeURIComponent(tag)}`}>${tag}</a>`,
+        )}
+      </div>
       <div class="meta">
         <span><b>${run.task === 'train' ? run.config.method : run.task}</b> of <b>${run.config.base_model}</b></span>
-        <span>on <a href=${`/datasets/${run.dataset_id}`}>${dataset.data?.name ?? format.shortId(run.dataset_id)}</a></span>
+        <span>
+          on <a href=${`/datasets/${run.dataset_id}`}>${dataset.data?.name ?? format.shortId(run.dataset_id)}</a>
+        </span>
         <span class="resources"><b>${devices}</b>${conditions.map((one) => `, ${one}`)}</span>
-        ${run.parent_run_id && html`<span>resumed from <a href=${`/runs/${run.parent_run_id}`}>${parent.data?.name ?? format.shortId(run.parent_run_id)}</a></span>`}
+        ${run.parent_run_id && html`<span>
+          resumed
+          from <a href=${`/runs/${run.parent_run_id}`}>${parent.data?.name ?? format.shortId(run.parent_run_id)}</a>
+        </span>`}
         <span title=${run.created_at}>created ${format.clock(run.created_at)}</span>
         <${Copy} text=${run.id} shown=${format.shortId(run.id)} label="Copy the ID of the run" />
       </div>
@@ -49,30 +66,86 @@ function StopOrResume({ store }) {
   const checkpoints = (store.checkpoints.value ?? []).filter((one) => !one.bad_reason);
   const newest = checkpoints[0];
   const best = checkpoints.find((one) => one.is_best);
-  const stop = (/** @type {string} */ mode) => action.run(async () => {
-    store.run.value = await post(`/v1/runs/${run.id}/stop`, { mode });
-  });
+  const stop = (/** @type {string} */ mode) =>
+    action.run(async () => {
+      store.run.value = await post(`/v1/runs/${run.id}/stop`, { mode });
+    });
   const failure = action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`;
   if (LIVE.has(run.status)) {
     if (run.stop_requested_at && run.stop_mode !== 'epoch_end') {
-      return html`<button type="button" class="btn" disabled>Stopping …</button>${run.stop_mode !== 'discard' && html`<button type="button" class="btn danger" disabled=${action.busy} onClick=${() => stop('discard')}>Stop without saving</button>`}${failure}`;
+      return html`
+        <button type="button" class="btn" disabled>Stopping …</button>
+        ${run.stop_mode !== 'discard' && html`<button
+          type="button"
+          class="btn danger"
+          disabled=${action.busy}
+          onClick=${() => stop('discard')}
+        >
+          Stop without saving
+        </button>`}
+        ${failure}
+      `;
     }
-    if (run.status === 'pending') return html`<button type="button" class="btn" disabled=${action.busy} onClick=${() => stop('checkpoint')}><${Icon} name="stop" />Stop</button>${failure}`;
+    if (run.status === 'pending')
+      return html`
+        <button type="button" class="btn" disabled=${action.busy} onClick=${() => stop('checkpoint')}>
+          <${Icon} name="stop" />
+          Stop
+        </button>
+        ${failure}
+      `;
     const lost = run.current_step - (newest?.step ?? 0);
     const slowest = Math.max(...checkpoints.slice(0, 5).map((one) => one.save_seconds ?? 0), 0);
-    return html`<${Menu} button=${html`<${Icon} name="stop" />Stop<${Icon} name="down" />`}>
-      <button type="button" onClick=${() => stop('checkpoint')}>Save a checkpoint and stop<small>${slowest ? `Saves took up to ${slowest < 1 ? 'a second' : format.duration(slowest)}.` : 'No step is lost.'}</small></button>
-      <button type="button" onClick=${() => stop('epoch_end')}>Stop at the end of the epoch<small>Epoch ${(run.current_epoch ?? 0).toFixed(2)} now; it saves a checkpoint there.</small></button>
-      ${best && html`<button type="button" onClick=${() => stop('best')}>Stop and keep the best checkpoint<small>Step ${format.integer(best.step)}; the ${format.counted(Math.max(run.current_step - best.step, 0), 'step')} after it are not kept.</small></button>`}
-      <hr /><button type="button" class="danger" onClick=${() => stop('discard')}>Stop without saving<small>Loses the ${format.counted(Math.max(lost, 0), 'step')} since the last checkpoint.</small></button>
-    <//>${failure}`;
+    return html`
+      <${Menu} button=${html`<${Icon} name="stop" />Stop<${Icon} name="down" />`}>
+        <button type="button" onClick=${() => stop('checkpoint')}>
+          Save a checkpoint and stop
+          <small>
+            ${slowest ? `Saves took up to ${slowest < 1 ? 'a second' : format.duration(slowest)}.` : 'No step is lost.'}
+          </small>
+        </button>
+        <button type="button" onClick=${() => stop('epoch_end')}>
+          Stop at the end of the epoch
+          <small>Epoch ${(run.current_epoch ?? 0).toFixed(2)} now; it saves a checkpoint there.</small>
+        </button>
+        ${best && html`<button type="button" onClick=${() => stop('best')}>
+          Stop and keep the best checkpoint
+          <small>
+            Step ${format.integer(best.step)};
+            the ${format.counted(Math.max(run.current_step - best.step, 0), 'step')} after it are not kept.
+          </small>
+        </button>`}
+        <hr />
+        <button type="button" class="danger" onClick=${() => stop('discard')}>
+          Stop without saving
+          <small>Loses the ${format.counted(Math.max(lost, 0), 'step')} since the last checkpoint.</small>
+        </button>
+      <//>
+      ${failure}
+    `;
   }
   if (run.task !== 'train') return failure;
-  return html`<${Menu} kind=${run.status === 'completed' ? '' : 'primary'} button=${html`<${Icon} name="play" />Resume<${Icon} name="down" />`}>
-    <button type="button" disabled=${!newest} onClick=${() => setResumed({ checkpoint: newest })}>From the newest checkpoint …<small>${newest ? `Step ${format.integer(newest.step)}, as a new run.` : 'There is none.'}</small></button>
-    ${best && best !== newest && html`<button type="button" onClick=${() => setResumed({ checkpoint: best })}>From the best checkpoint …<small>Step ${format.integer(best.step)}, as a new run.</small></button>`}
-    <button type="button" onClick=${() => setResumed({ checkpoint: null })}>From the start …<small>Trains all steps again, as a new run.</small></button>
-  <//>${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed.checkpoint} onClose=${() => setResumed(null)} />`}${failure}`;
+  return html`
+    <${Menu}
+      kind=${run.status === 'completed' ? '' : 'primary'}
+      button=${html`<${Icon} name="play" />Resume<${Icon} name="down" />`}
+    >
+      <button type="button" disabled=${!newest} onClick=${() => setResumed({ checkpoint: newest })}>
+        From the newest checkpoint …
+        <small>${newest ? `Step ${format.integer(newest.step)}, as a new run.` : 'There is none.'}</small>
+      </button>
+      ${best && best !== newest && html`<button type="button" onClick=${() => setResumed({ checkpoint: best })}>
+        From the best checkpoint …
+        <small>Step ${format.integer(best.step)}, as a new run.</small>
+      </button>`}
+      <button type="button" onClick=${() => setResumed({ checkpoint: null })}>
+        From the start …
+        <small>Trains all steps again, as a new run.</small>
+      </button>
+    <//>
+    ${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed.checkpoint} onClose=${() => setResumed(null)} />`}
+    ${failure}
+  `;
 }
 
 /** @param {{ store: RunStore }} props */
@@ -80,35 +153,58 @@ function More({ store }) {
   const run = store.run.value;
   const action = useAction();
   const [asked, setAsked] = useState(/** @type {string | null} */ (null));
-  const edit = (/** @type {object} */ changes) => action.run(async () => {
-    store.run.value = { ...store.run.value, ...(await call('PATCH', `/v1/runs/${run.id}`, { body: changes })) };
-  });
+  const edit = (/** @type {object} */ changes) =>
+    action.run(async () => {
+      store.run.value = { ...store.run.value, ...(await call('PATCH', `/v1/runs/${run.id}`, { body: changes })) };
+    });
   const isTraining = run.status === 'running' || run.status === 'checkpointing';
   const isLive = LIVE.has(run.status);
-  return html`<${Menu} label="More actions" button=${html`Actions<${Icon} name="down" />`}>
+  return html`
+    <${Menu} label="More actions" button=${html`Actions<${Icon} name="down" />`}>
       ${isTraining && run.task === 'train' && html`
         <button type="button" onClick=${() => setAsked('checkpoint')}>Save a checkpoint now</button>
         <button type="button" onClick=${() => setAsked('evaluate')}>Evaluate now</button>
         <button type="button" onClick=${() => setAsked('sample')}>Generate samples …</button>
         <button type="button" onClick=${() => setAsked('set_learning_rate')}>Change the learning rate …</button>
-        <button type="button" onClick=${() => setAsked('extend')}>Train longer …</button><hr />`}
+        <button type="button" onClick=${() => setAsked('extend')}>Train longer …</button>
+        <hr />
+      `}
       <a href=${`/new?from=${run.id}`}>New run like this</a>
       <a href=${`/?pick=${run.id}`}>Compare with others …</a>
       <button type="button" onClick=${() => setAsked('rename')}>Rename …</button>
-      ${run.status === 'pending' && html`<button type="button" onClick=${() => setAsked('priority')}>Change the priority …<small>It is ${run.priority}.</small></button>`}
-      <button type="button" onClick=${() => edit({ pinned: !run.pinned })}>${run.pinned ? 'Unpin' : 'Pin'}<small>${run.pinned ? 'Allow it to be deleted.' : 'Protect it from deletion and retention.'}</small></button>
-      ${!isLive && html`<hr /><button type="button" class="danger" disabled=${run.pinned} onClick=${() => setAsked('delete')}>Delete …</button>`}
+      ${run.status === 'pending' && html`<button type="button" onClick=${() => setAsked('priority')}>
+        Change the priority …
+        <small>It is ${run.priority}.</small>
+      </button>`}
+      <button type="button" onClick=${() => edit({ pinned: !run.pinned })}>
+        ${run.pinned ? 'Unpin' : 'Pin'}
+        <small>${run.pinned ? 'Allow it to be deleted.' : 'Protect it from deletion and retention.'}</small>
+      </button>
+      ${!isLive && html`
+        <hr />
+        <button type="button" class="danger" disabled=${run.pinned} onClick=${() => setAsked('delete')}>
+          Delete …
+        </button>
+      `}
     <//>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
     ${asked === 'rename' && html`<${Rename} run=${run} onSave=${edit} onClose=${() => setAsked(null)} />`}
     ${asked === 'priority' && html`<${Priority} run=${run} onSave=${edit} onClose=${() => setAsked(null)} />`}
     ${asked === 'delete' && html`<${Delete} run=${run} onClose=${() => setAsked(null)} />`}
-    ${asked && !['rename', 'priority', 'delete'].includes(asked) && html`<${ActionDialog} store=${store} action=${asked} onClose=${() => setAsked(null)} />`}`;
+    ${asked && !['rename', 'priority', 'delete'].includes(asked) && html`<${ActionDialog}
+      store=${store}
+      action=${asked}
+      onClose=${() => setAsked(null)}
+    />`}
+  `;
 }
 
 /** @param {{ error: import('../api.js').ApiError, onClose: () => void }} props */
 export const ErrorDialog = ({ error, onClose }) => html`<${Dialog} title="The request failed" onClose=${onClose}>
-  <p><${Prose} text=${error.message} /></p>${error.errors.length > 1 && html`<ul>${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}</ul>`}
+  <p><${Prose} text=${error.message} /></p>
+  ${error.errors.length > 1 && html`<ul>
+    ${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}
+  </ul>`}
   <footer><button type="button" class="btn primary" onClick=${onClose}>Close</button></footer>
 <//>`;
 
@@ -118,14 +214,44 @@ function Rename({ run, onSave, onClose }) {
   const [tags, setTags] = useState(run.tags.join(', '));
   const save = async (/** @type {Event} */ event) => {
     event.preventDefault();
-    await onSave({ name: name.trim(), tags: tags.split(',').map((/** @type {string} */ tag) => tag.trim()).filter(Boolean) });
+    await onSave({
+      name: name.trim(),
+      tags: tags
+        .split(',')
+        .map((/** @type {string} */ tag) => tag.trim())
+        .filter(Boolean),
+    });
     onClose();
   };
-  return html`<${Dialog} title="Rename the run" onClose=${onClose}><form class="stackform" onSubmit=${save}>
-    <div class="f"><label for="run-name">Name</label><input id="run-name" type="text" required maxlength="200" value=${name} onInput=${(/** @type {any} */ event) => setName(event.target.value)} /></div>
-    <div class="f"><label for="run-tags">Tags</label><input id="run-tags" type="text" value=${tags} onInput=${(/** @type {any} */ event) => setTags(event.target.value)} /><p class="hint">Separated by commas.</p></div>
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary">Save</button></footer>
-  </form><//>`;
+  return html`<${Dialog} title="Rename the run" onClose=${onClose}>
+    <form class="stackform" onSubmit=${save}>
+      <div class="f">
+        <label for="run-name">Name</label>
+        <input
+          id="run-name"
+          type="text"
+          required
+          maxlength="200"
+          value=${name}
+          onInput=${(/** @type {any} */ event) => setName(event.target.value)}
+        />
+      </div>
+      <div class="f">
+        <label for="run-tags">Tags</label>
+        <input
+          id="run-tags"
+          type="text"
+          value=${tags}
+          onInput=${(/** @type {any} */ event) => setTags(event.target.value)}
+        />
+        <p class="hint">Separated by commas.</p>
+      </div>
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary">Save</button>
+      </footer>
+    </form>
+  <//>`;
 }
 
 /** @param {{ run: any, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
@@ -136,22 +262,43 @@ function Priority({ run, onSave, onClose }) {
     await onSave({ priority: Number(priority) });
     onClose();
   };
-  return html`<${Dialog} title="Change the priority" onClose=${onClose}><form class="stackform" onSubmit=${save}>
-    <div class="f"><label for="run-priority">Priority</label><input id="run-priority" type="number" min="-1000" max="1000" required value=${priority} onInput=${(/** @type {any} */ event) => setPriority(event.target.value)} /><p class="hint">Runs with higher priority start first.</p></div>
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary">Save</button></footer>
-  </form><//>`;
+  return html`<${Dialog} title="Change the priority" onClose=${onClose}>
+    <form class="stackform" onSubmit=${save}>
+      <div class="f">
+        <label for="run-priority">Priority</label>
+        <input
+          id="run-priority"
+          type="number"
+          min="-1000"
+          max="1000"
+          required
+          value=${priority}
+          onInput=${(/** @type {any} */ event) => setPriority(event.target.value)}
+        />
+        <p class="hint">Runs with higher priority start first.</p>
+      </div>
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary">Save</button>
+      </footer>
+    </form>
+  <//>`;
 }
 
 /** @param {{ run: any, onClose: () => void }} props */
 function Delete({ run, onClose }) {
   const action = useAction();
-  const remove = () => action.run(async () => {
-    await call('DELETE', `/v1/runs/${run.id}`);
-    go('/', { replace: true });
-  });
+  const remove = () =>
+    action.run(async () => {
+      await call('DELETE', `/v1/runs/${run.id}`);
+      go('/', { replace: true });
+    });
   return html`<${Dialog} title="Delete this run?" onClose=${onClose}>
     <p>${run.name} is deleted with its events, checkpoints and output. This cannot be undone.</p>
     <${ErrorText} error=${action.error} />
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the run</button></footer>
+    <footer>
+      <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+      <button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the run</button>
+    </footer>
   <//>`;
 }

@@ -14,32 +14,108 @@ export function History({ store }) {
   if (!attempts || !actions) return html`<${Loading} what="history" />`;
   const notes = store.notes.value.filter((event) => sentenceOf(event));
   return html`<div class="side">
-    <section class="box scroll" tabindex="0" role="region" aria-label="Attempts"><header><h2>Attempts</h2></header><table class="table">
-      <thead><tr><th>Attempt</th><th>Worker</th><th>Started</th><th>Took</th><th class="right">From step</th><th>Ended</th></tr></thead>
-      <tbody>${attempts.map((one) => html`<tr key=${one.attempt}><td class="num">${one.attempt}</td><td>${one.worker ?? '–'}</td><td class="nowrap">${format.clock(one.started_at)}</td>
-        <td class="num nowrap">${one.ended_at ? format.duration((Date.parse(one.ended_at) - Date.parse(one.started_at)) / 1000) : 'running'}</td><td class="right num">${format.integer(one.start_step)}</td><td>${one.outcome?.replaceAll('_', ' ') ?? '–'}</td></tr>`)}</tbody>
-    </table>${attempts.length === 0 && html`<p class="state muted">No worker has taken the run yet.</p>`}</section>
-    ${actions.length > 0 && html`<section class="box scroll" tabindex="0" role="region" aria-label="Actions"><header><h2>Actions</h2></header><table class="table">
-      <thead><tr><th>Action</th><th>Requested</th><th>State</th><th class="right">At step</th><th>Result</th></tr></thead>
-      <tbody>${actions.map((one) => html`<tr key=${one.id}><td>${one.action.replaceAll('_', ' ')}</td><td class="nowrap">${format.clock(one.created_at)}</td><td>${one.status}</td><td class="right num">${format.integer(one.step)}</td><td class="muted"><${Prose} text=${one.message ?? (one.result ? JSON.stringify(one.result) : '')} /></td></tr>`)}</tbody></table></section>`}
-    <section class="box"><header><h2>Events</h2></header><ul class="list">
-      ${notes.slice().reverse().map((event) => html`<li key=${event.seq}><span class="sub num nowrap" title=${event.ts}>${format.seconds(event.ts)}</span>${event.type === 'status' && html`<${Chip} status=${event.to} />`}<span class="grow"><${Prose} text=${sentenceOf(event)} /></span><span class="sub num">${event.seq}</span></li>`)}
-      ${notes.length === 0 && html`<li class="muted">None yet.</li>`}
-    </ul>${store.hasOlderNotes.value && html`<div class="inside row"><button type="button" class="btn small" disabled=${older.busy} onClick=${() => older.run(() => store.readOlderNotes())}>Older events</button><${ErrorText} error=${older.error} /></div>`}</section>
+    <section class="box scroll" tabindex="0" role="region" aria-label="Attempts">
+      <header><h2>Attempts</h2></header>
+      <table class="table">
+        <thead>
+          <tr>
+            <th>Attempt</th>
+            <th>Worker</th>
+            <th>Started</th>
+            <th>Took</th>
+            <th class="right">From step</th>
+            <th>Ended</th>
+          </tr>
+        </thead>
+        <tbody>
+          ${attempts.map(
+            (one) => html`<tr key=${one.attempt}>
+              <td class="num">${one.attempt}</td>
+              <td>${one.worker ?? '–'}</td>
+              <td class="nowrap">${format.clock(one.started_at)}</td>
+              <td class="num nowrap">
+                ${one.ended_at
+                  ? format.duration((Date.parse(one.ended_at) - Date.parse(one.started_at)) / 1000)
+                  : 'running'}
+              </td>
+              <td class="right num">${format.integer(one.start_step)}</td>
+              <td>${one.outcome?.replaceAll('_', ' ') ?? '–'}</td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+      ${attempts.length === 0 && html`<p class="state muted">No worker has taken the run yet.</p>`}
+    </section>
+    ${actions.length > 0 && html`<section class="box scroll" tabindex="0" role="region" aria-label="Actions">
+      <header><h2>Actions</h2></header>
+      <table class="table">
+        <thead>
+          <tr><th>Action</th><th>Requested</th><th>State</th><th class="right">At step</th><th>Result</th></tr>
+        </thead>
+        <tbody>
+          ${actions.map(
+            (one) => html`<tr key=${one.id}>
+              <td>${one.action.replaceAll('_', ' ')}</td>
+              <td class="nowrap">${format.clock(one.created_at)}</td>
+              <td>${one.status}</td>
+              <td class="right num">${format.integer(one.step)}</td>
+              <td class="muted"><${Prose} text=${one.message ?? (one.result ? JSON.stringify(one.result) : '')} /></td>
+            </tr>`,
+          )}
+        </tbody>
+      </table>
+    </section>`}
+    <section class="box">
+      <header><h2>Events</h2></header>
+      <ul class="list">
+        ${notes
+          .slice()
+          .reverse()
+          .map(
+            (event) => html`<li key=${event.seq}>
+              <span class="sub num nowrap" title=${event.ts}>${format.seconds(event.ts)}</span>
+              ${event.type === 'status' && html`<${Chip} status=${event.to} />`}
+              <span class="grow"><${Prose} text=${sentenceOf(event)} /></span>
+              <span class="sub num">${event.seq}</span>
+            </li>`,
+          )}
+        ${notes.length === 0 && html`<li class="muted">None yet.</li>`}
+      </ul>
+      ${store.hasOlderNotes.value && html`<div class="inside row">
+        <button
+          type="button"
+          class="btn small"
+          disabled=${older.busy}
+          onClick=${() => older.run(() => store.readOlderNotes())}
+        >
+          Older events
+        </button>
+        <${ErrorText} error=${older.error} />
+      </div>`}
+    </section>
   </div>`;
 }
 
 /** @param {any} event @returns {string} Empty for events that are shown elsewhere. */
 export function sentenceOf(event) {
   switch (event.type) {
-    case 'status': return event.reason ?? '';
-    case 'pending': return event.message;
-    case 'repair': return event.reason;
-    case 'skipped_rows': return event.reason;
-    case 'error': return event.message;
-    case 'export': return `The output has the ${event.weights} weights, of step ${format.integer(event.step)}: ${event.reason}.`;
-    case 'checkpoint': return `Saved the checkpoint of step ${format.integer(event.step)} (${format.bytes(event.bytes)}).`;
-    case 'action': return `${event.action.replaceAll('_', ' ')} ${event.status}${event.message ? `: ${event.message}` : ''}`;
-    default: return '';
+    case 'status':
+      return event.reason ?? '';
+    case 'pending':
+      return event.message;
+    case 'repair':
+      return event.reason;
+    case 'skipped_rows':
+      return event.reason;
+    case 'error':
+      return event.message;
+    case 'export':
+      return `The output has the ${event.weights} weights, of step ${format.integer(event.step)}: ${event.reason}.`;
+    case 'checkpoint':
+      return `Saved the checkpoint of step ${format.integer(event.step)} (${format.bytes(event.bytes)}).`;
+    case 'action':
+      return `${event.action.replaceAll('_', ' ')} ${event.status}${event.message ? `: ${event.message}` : ''}`;
+    default:
+      return '';
   }
 }

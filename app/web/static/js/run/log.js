@@ -37,7 +37,9 @@ export function Log({ store, height }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const reading = useRef(false);
   const search = useResource(
-    (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: wanted, limit: 1000 }, signal), wanted ? `${store.id} ${wanted}` : null, { keep: false },
+    (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: wanted, limit: 1000 }, signal),
+    wanted ? `${store.id} ${wanted}` : null,
+    { keep: false },
   );
   const hits = wanted ? (search.data?.data ?? []) : [];
   const { lines } = store.log;
@@ -62,7 +64,9 @@ export function Log({ store, height }) {
   const keepPlace = async (change, willWrap = isWrapped) => {
     const element = /** @type {HTMLElement} */ (box.current);
     const top = element.getBoundingClientRect().top;
-    const topmost = /** @type {HTMLElement | undefined} */ ([...element.querySelectorAll('.ln')].find((row) => row.getBoundingClientRect().bottom > top));
+    const topmost = /** @type {HTMLElement | undefined} */ (
+      [...element.querySelectorAll('.ln')].find((row) => row.getBoundingClientRect().bottom > top)
+    );
     reading.current = true;
     const offset = topmost ? topmost.getBoundingClientRect().top - top : 0;
     const seq = Number(topmost?.dataset.seq);
@@ -70,7 +74,8 @@ export function Log({ store, height }) {
     requestAnimationFrame(() => {
       const row = /** @type {HTMLElement | null} */ (element.querySelector(`[data-seq="${seq}"]`));
       const index = store.log.lines.findIndex((line) => line.seq === seq);
-      if (willWrap) element.scrollTop += row ? row.getBoundingClientRect().top - element.getBoundingClientRect().top - offset : 0;
+      if (willWrap)
+        element.scrollTop += row ? row.getBoundingClientRect().top - element.getBoundingClientRect().top - offset : 0;
       else if (index >= 0) element.scrollTop = index * ROW_HEIGHT - offset;
       reading.current = false;
     });
@@ -83,7 +88,8 @@ export function Log({ store, height }) {
     setFollowing(store.log.isAtEnd && below < NEAR_END * ROW_HEIGHT);
     if (reading.current) return;
     if (below < 40 * ROW_HEIGHT && !store.log.isAtEnd) keepPlace(() => attempted(store.readNewerLines()));
-    else if (element.scrollTop <= 40 * ROW_HEIGHT && store.log.hasOlder) keepPlace(() => attempted(store.readOlderLines()));
+    else if (element.scrollTop <= 40 * ROW_HEIGHT && store.log.hasOlder)
+      keepPlace(() => attempted(store.readOlderLines()));
   };
   const wrap = (/** @type {boolean} */ isOn) => {
     const middle = isFollowing ? lines.length : Math.floor(view.top / ROW_HEIGHT);
@@ -111,7 +117,9 @@ export function Log({ store, height }) {
       const row = store.log.lines.findIndex((line) => line.seq === seq);
       if (!element || row < 0) return;
       const shown = isWrapped && element.querySelector(`[data-seq="${seq}"]`);
-      const at = shown ? element.scrollTop + shown.getBoundingClientRect().top - element.getBoundingClientRect().top : row * ROW_HEIGHT;
+      const at = shown
+        ? element.scrollTop + shown.getBoundingClientRect().top - element.getBoundingClientRect().top
+        : row * ROW_HEIGHT;
       element.scrollTop = Math.max(0, at - element.clientHeight / 2);
     });
   };
@@ -121,24 +129,103 @@ export function Log({ store, height }) {
 
   return html`<section class="box log" aria-label="Log" style=${{ '--h': height }}>
     <header class="tools">
-      <h2>Log</h2><span class="sub num">${format.counted(lines.length, 'line')}${store.log.hasOlder ? ' shown, older ones above' : ''}</span><span class="grow"></span>
-      <input type="search" class="small" placeholder="Search all lines" aria-label="Search all lines of the log" value=${text}
-        onInput=${(/** @type {any} */ event) => setText(event.target.value)} onKeyDown=${(/** @type {KeyboardEvent} */ event) => event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))} />
-      ${wanted && html`<span class="sub num" role="status">${search.error ? html`<${Prose} text=${search.error.message} />` : search.data ? (hits.length ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}` : 'no match') : 'searching …'}</span>`}
-      ${wanted && (search.data?.complete ?? []).map((/** @type {any} */ log) => html`<a key=${log.attempt} class="sub num" href=${`${log.complete_log}&grep=${encodeURIComponent(wanted)}`} title=${log.problem ?? `${format.counted(log.left_out, 'line')} of attempt ${log.attempt} are only in its complete log`}>${log.matches === null ? 'complete log not searched' : `${format.integer(log.matches)} in the complete log`}</a>`)}
-      <select class="small" aria-label="Level" value=${level} onChange=${(/** @type {any} */ event) => choose(event.target.value)}>
-        <option value="">All levels</option><option value="warning">Warnings and errors</option><option value="error">Errors</option>
+      <h2>Log</h2>
+      <span class="sub num">
+        ${format.counted(lines.length, 'line')}
+        ${store.log.hasOlder ? ' shown, older ones above' : ''}
+      </span>
+      <span class="grow"></span>
+      <input
+        type="search"
+        class="small"
+        placeholder="Search all lines"
+        aria-label="Search all lines of the log"
+        value=${text}
+        onInput=${(/** @type {any} */ event) => setText(event.target.value)}
+        onKeyDown=${(/** @type {KeyboardEvent} */ event) =>
+          event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))}
+      />
+      ${wanted && html`<span class="sub num" role="status">
+        ${search.error
+          ? html`<${Prose} text=${search.error.message} />`
+          : search.data
+            ? hits.length
+              ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}`
+              : 'no match'
+            : 'searching …'}
+      </span>`}
+      ${wanted &&
+      (search.data?.complete ?? []).map(
+        (/** @type {any} */ log) => html`<a
+          key=${log.attempt}
+          class="sub num"
+          href=${`${log.complete_log}&grep=${encodeURIComponent(wanted)}`}
+          title=${log.problem ??
+          `${format.counted(log.left_out, 'line')} of attempt ${log.attempt} are only in its complete log`}
+        >
+          ${log.matches === null ? 'complete log not searched' : `${format.integer(log.matches)} in the complete log`}
+        </a>`,
+      )}
+      <select
+        class="small"
+        aria-label="Level"
+        value=${level}
+        onChange=${(/** @type {any} */ event) => choose(event.target.value)}
+      >
+        <option value="">All levels</option>
+        <option value="warning">Warnings and errors</option>
+        <option value="error">Errors</option>
       </select>
-      <label class="check"><input type="checkbox" checked=${isWrapped} onChange=${(/** @type {any} */ event) => wrap(event.target.checked)} />Wrap</label>
-      <label class="check"><input type="checkbox" checked=${isFollowing} onChange=${(/** @type {any} */ event) => (event.target.checked ? toEnd() : setFollowing(false))} />Follow</label>
-      <a class="btn quiet icon small" href=${`/v1/runs/${store.id}/logs`} download=${`${store.id}.log`} aria-label="Download the log"><${Icon} name="save" /></a>
-      <a class="btn quiet small" href=${`/v1/runs/${store.id}/logs/complete`} download=${`${store.id}-complete.log`} title="Every line, those too that the stream left out">Complete log</a>
+      <label class="check">
+        <input
+          type="checkbox"
+          checked=${isWrapped}
+          onChange=${(/** @type {any} */ event) => wrap(event.target.checked)}
+        />
+        Wrap
+      </label>
+      <label class="check">
+        <input
+          type="checkbox"
+          checked=${isFollowing}
+          onChange=${(/** @type {any} */ event) => (event.target.checked ? toEnd() : setFollowing(false))}
+        />
+        Follow
+      </label>
+      <a
+        class="btn quiet icon small"
+        href=${`/v1/runs/${store.id}/logs`}
+        download=${`${store.id}.log`}
+        aria-label="Download the log"
+      >
+        <${Icon} name="save" />
+      </a>
+      <a
+        class="btn quiet small"
+        href=${`/v1/runs/${store.id}/logs/complete`}
+        download=${`${store.id}-complete.log`}
+        title="Every line, those too that the stream left out"
+      >
+        Complete log
+      </a>
     </header>
-    <div class=${isWrapped ? 'lines wraps' : 'lines'} ref=${box} tabindex="0" role="log" aria-label="Lines of the log" aria-live="off" onScroll=${onScroll}>
+    <div
+      class=${isWrapped ? 'lines wraps' : 'lines'}
+      ref=${box}
+      tabindex="0"
+      role="log"
+      aria-label="Lines of the log"
+      aria-live="off"
+      onScroll=${onScroll}
+    >
       ${!isWrapped && html`<div style=${{ height: `${first * ROW_HEIGHT}px` }}></div>`}
-      ${lines.slice(first, last).map((line) => html`<${Row} key=${line.seq} line=${line} wanted=${wanted} isHit=${hits[hit] === line.seq} />`)}
+      ${lines
+        .slice(first, last)
+        .map((line) => html`<${Row} key=${line.seq} line=${line} wanted=${wanted} isHit=${hits[hit] === line.seq} />`)}
       ${!isWrapped && html`<div style=${{ height: `${(lines.length - last) * ROW_HEIGHT}px` }}></div>`}
-      ${lines.length === 0 && html`<p class="state muted">${store.isReading('log') ? 'Loading the log …' : level ? 'No line of this level.' : 'No line yet.'}</p>`}
+      ${lines.length === 0 && html`<p class="state muted">
+        ${store.isReading('log') ? 'Loading the log …' : level ? 'No line of this level.' : 'No line yet.'}
+      </p>`}
     </div>
   </section>`;
 }
@@ -147,11 +234,17 @@ export function Log({ store, height }) {
  * Wait for a read of the log, whether it succeeds or not: what is shown stays, and the next scroll or click reads again.
  * @param {Promise<void>} read
  */
-const attempted = (read) => read.catch((error) => {
-  if (!(error instanceof ApiError) && error.name !== 'AbortError') throw error;
-});
+const attempted = (read) =>
+  read.catch((error) => {
+    if (!(error instanceof ApiError) && error.name !== 'AbortError') throw error;
+  });
 
 /** @param {{ line: import('../log_window.js').Line, wanted: string, isHit: boolean }} props */
-const Row = ({ line, wanted, isHit }) => html`<div class=${isHit ? 'ln hit' : 'ln'} data-seq=${line.seq} data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}>
-  <time title=${line.ts}>${format.seconds(line.ts)}</time><span>${marked(line.line, wanted).map((part) => (part.isMatch ? html`<mark>${part.text}</mark>` : part.text))}</span>
+const Row = ({ line, wanted, isHit }) => html`<div
+  class=${isHit ? 'ln hit' : 'ln'}
+  data-seq=${line.seq}
+  data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}
+>
+  <time title=${line.ts}>${format.seconds(line.ts)}</time>
+  <span>${marked(line.line, wanted).map((part) => (part.isMatch ? html`<mark>${part.text}</mark>` : part.text))}</span>
 </div>`;

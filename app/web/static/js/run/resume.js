@@ -9,7 +9,12 @@ import { useAction } from '../resource.js';
 import { go } from '../router.js';
 
 /** @type {Record<string, string>} Labels of the fields, by their names in the request. */
-const LABELS = { 'config.max_steps': 'Steps in all', 'config.epochs': 'Epochs in all', 'config.stop_at_step': 'Stop at step', 'resources.devices': 'Devices' };
+const LABELS = {
+  'config.max_steps': 'Steps in all',
+  'config.epochs': 'Epochs in all',
+  'config.stop_at_step': 'Stop at step',
+  'resources.devices': 'Devices',
+};
 
 /** @param {{ run: any, checkpoint: any | null, onClose: () => void }} props `checkpoint`: null to train from the first step. */
 export function ResumeDialog({ run, checkpoint, onClose }) {
@@ -20,26 +25,54 @@ export function ResumeDialog({ run, checkpoint, onClose }) {
     event.preventDefault();
     action.run(async () => {
       const source = checkpoint ? { checkpoint_id: checkpoint.id } : { from: 'start' };
-      const made = await post(`/v1/runs/${run.id}/resume`, { ...source, ...changesOf(present, values) }, { 'Idempotency-Key': newKey() });
+      const made = await post(
+        `/v1/runs/${run.id}/resume`,
+        { ...source, ...changesOf(present, values) },
+        { 'Idempotency-Key': newKey() },
+      );
       go(`/runs/${made.id}`);
     });
   };
   const errors = action.error?.errors ?? [];
   const others = errors.filter((one) => !(one.field in present));
-  const at = checkpoint ? `step ${format.integer(checkpoint.step)}, epoch ${checkpoint.epoch.toFixed(2)}` : 'the first step';
-  return html`<${Dialog} title="Resume the run" onClose=${onClose}><form class="stackform" onSubmit=${send}>
-    <p class="muted">A new run trains on from ${at}. All other settings stay the same.</p>
-    ${Object.entries(values).map(([name, value]) => {
-      const id = `resume-${name.replace('.', '-')}`;
-      const wrong = errors.filter((one) => one.field === name);
-      return html`<div class="f" key=${name}><label for=${id}>${LABELS[name]}<code>${name}</code></label>
-        <input id=${id} type="text" inputmode="decimal" required=${name !== 'config.stop_at_step'} value=${value} aria-invalid=${wrong.length ? 'true' : undefined} aria-describedby=${`${id}-errors`} onInput=${(/** @type {any} */ event) => setValues({ ...values, [name]: event.target.value })} />
-        <div id=${`${id}-errors`} role="alert">${wrong.map((one) => html`<p class="err"><${Prose} text=${one.message} /></p>`)}</div></div>`;
-    })}
-    <${ErrorText} error=${errors.length === 0 ? action.error : null} />
-    ${others.length > 0 && html`<ul class="checks" role="alert">${others.map((one) => html`<li class="error-text"><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}</ul>`}
-    <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class="btn primary" disabled=${action.busy}>Resume</button></footer>
-  </form><//>`;
+  const at = checkpoint
+    ? `step ${format.integer(checkpoint.step)}, epoch ${checkpoint.epoch.toFixed(2)}`
+    : 'the first step';
+  return html`<${Dialog} title="Resume the run" onClose=${onClose}>
+    <form class="stackform" onSubmit=${send}>
+      <p class="muted">A new run trains on from ${at}. All other settings stay the same.</p>
+      ${Object.entries(values).map(([name, value]) => {
+        const id = `resume-${name.replace('.', '-')}`;
+        const wrong = errors.filter((one) => one.field === name);
+        return html`<div class="f" key=${name}>
+          <label for=${id}>${LABELS[name]}<code>${name}</code></label>
+          <input
+            id=${id}
+            type="text"
+            inputmode="decimal"
+            required=${name !== 'config.stop_at_step'}
+            value=${value}
+            aria-invalid=${wrong.length ? 'true' : undefined}
+            aria-describedby=${`${id}-errors`}
+            onInput=${(/** @type {any} */ event) => setValues({ ...values, [name]: event.target.value })}
+          />
+          <div id=${`${id}-errors`} role="alert">
+            ${wrong.map((one) => html`<p class="err"><${Prose} text=${one.message} /></p>`)}
+          </div>
+        </div>`;
+      })}
+      <${ErrorText} error=${errors.length === 0 ? action.error : null} />
+      ${others.length > 0 && html`<ul class="checks" role="alert">
+        ${others.map(
+          (one) => html`<li class="error-text"><code>${one.field}</code> <${Prose} text=${one.message} /></li>`,
+        )}
+      </ul>`}
+      <footer>
+        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+        <button class="btn primary" disabled=${action.busy}>Resume</button>
+      </footer>
+    </form>
+  <//>`;
 }
 
 /**
@@ -48,7 +81,9 @@ export function ResumeDialog({ run, checkpoint, onClose }) {
  */
 function presentOf({ config, total_steps: total, resources }) {
   return {
-    ...(config.max_steps == null ? { 'config.epochs': String(config.epochs) } : { 'config.max_steps': String(total ?? config.max_steps) }),
+    ...(config.max_steps == null
+      ? { 'config.epochs': String(config.epochs) }
+      : { 'config.max_steps': String(total ?? config.max_steps) }),
     ...(config.stop_at_step != null && { 'config.stop_at_step': String(config.stop_at_step) }),
     'resources.devices': String(resources.devices),
   };
@@ -64,7 +99,11 @@ function changesOf(present, values) {
   for (const [name, value] of Object.entries(values)) {
     const [group, field] = name.split('.');
     const text = value.trim();
-    if (text !== present[name]) changes[group] = { ...changes[group], [field]: text === '' ? null : Number.isNaN(Number(text)) ? text : Number(text) };
+    if (text !== present[name])
+      changes[group] = {
+        ...changes[group],
+        [field]: text === '' ? null : Number.isNaN(Number(text)) ? text : Number(text),
+      };
   }
   return changes;
 }

@@ -12,16 +12,39 @@ export function Samples({ store }) {
   void store.samplesVersion.value; // draw again with new samples
   const groups = byPrompt(store.samples);
   if (groups.length === 0) {
-    return html`<section class="box"><${Empty} title="No sample yet."><p class="muted">Set <code>sample_prompts</code> in the configuration, or use “Generate samples” while the run trains.</p><//></section>`;
+    return html`<section class="box">
+      <${Empty} title="No sample yet.">
+        <p class="muted">
+          Set <code>sample_prompts</code> in the configuration, or use “Generate samples” while the run trains.
+        </p>
+      <//>
+    </section>`;
   }
-  return html`<div class="side">${groups.map(({ prompt, samples }) => html`<section class="box" key=${prompt}>
-    <header><h2 class="mono clip grow">${prompt.split('\n')[0]}</h2><span class="sub num">${format.counted(samples.length, 'sample')}</span></header>
-    ${prompt.includes('\n') && html`<div class="say"><p class="q mono pre">${prompt}</p></div>`}
-    ${samples.slice(-MOST_OF_PROMPT).reverse().map((one) => html`<div class="say row baseline" key=${one.seq}>
-      <span class="sub num nowrap at">step ${format.integer(one.step)}</span><p class="a grow">${one.completion}</p>
-      ${one.rewards && html`<span class="sub num nowrap">${Object.entries(one.rewards).map(([name, value]) => `${name} ${format.significant(/** @type {number | null} */ (value))}`).join(' · ')}</span>`}
-    </div>`)}
-  </section>`)}</div>`;
+  return html`<div class="side">
+    ${groups.map(
+      ({ prompt, samples }) => html`<section class="box" key=${prompt}>
+        <header>
+          <h2 class="mono clip grow">${prompt.split('\n')[0]}</h2>
+          <span class="sub num">${format.counted(samples.length, 'sample')}</span>
+        </header>
+        ${prompt.includes('\n') && html`<div class="say"><p class="q mono pre">${prompt}</p></div>`}
+        ${samples
+          .slice(-MOST_OF_PROMPT)
+          .reverse()
+          .map(
+            (one) => html`<div class="say row baseline" key=${one.seq}>
+              <span class="sub num nowrap at">step ${format.integer(one.step)}</span>
+              <p class="a grow">${one.completion}</p>
+              ${one.rewards && html`<span class="sub num nowrap">
+                ${Object.entries(one.rewards)
+                  .map(([name, value]) => `${name} ${format.significant(/** @type {number | null} */ (value))}`)
+                  .join(' · ')}
+              </span>`}
+            </div>`,
+          )}
+      </section>`,
+    )}
+  </div>`;
 }
 
 /** @param {any[]} samples In order. @returns {{ prompt: string, samples: any[] }[]} Newest prompt first. */

@@ -12,8 +12,12 @@ import { apart, segmentsOf } from './timeline.js';
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
 /** @param {{ label: string, value: any, unit?: string, note?: string | false | null, children?: any }} props */
-const Tile = ({ label, value, unit, note, children }) => html`<div class="tile"><div class="what">${label}</div>
-  <div class="big">${value}${unit && html` <small>${unit}</small>`}</div>${note && html`<div class="note" title=${note}><${Prose} text=${note} /></div>`}${children}</div>`;
+const Tile = ({ label, value, unit, note, children }) => html`<div class="tile">
+  <div class="what">${label}</div>
+  <div class="big">${value}${unit && html` <small>${unit}</small>`}</div>
+  ${note && html`<div class="note" title=${note}><${Prose} text=${note} /></div>`}
+  ${children}
+</div>`;
 
 /** @param {{ store: RunStore }} props */
 export function Summary({ store }) {
@@ -26,20 +30,58 @@ export function Summary({ store }) {
   const facts = configFacts(run);
   const tokens = latest('extra.tokens_per_second');
   const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
-  return html`<section class="box summary" aria-label="State of the run"><div class="tiles">
-    <${Tile} label="Step" value=${format.integer(run.current_step)} unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}>
-      ${run.total_steps > 0 && html`<${Bar} value=${run.current_step / run.total_steps} status=${run.status} label="Progress" />`}
-    <//>
-    <${When} store=${store} now=${now} />
-    ${isRewarded(run.config.method)
-      ? html`<${Tile} label="Train reward" value=${format.loss(latest('extra.reward'))} note=${latest('loss') != null && `loss ${format.loss(latest('loss'))}`} />`
-      : html`<${Tile} label="Train loss" value=${format.loss(latest('loss'))} note=${run.best_loss != null && `lowest ${format.loss(best(Math.min, run.best_loss, latest('loss')))}`} />`}
-    <${Tile} label=${isRewarded(run.config.method) ? 'Eval reward' : 'Eval loss'} value=${format.loss(latest(`eval.${evalName}`))} note=${run.best_eval != null && `best ${format.loss(best(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`} />
-    <${Tile} label="Throughput" value=${tokens != null ? format.integer(tokens) : format.significant(latest('samples_per_second'))} unit=${tokens != null ? 'tokens/s' : 'rows/s'}
-      note=${latest('extra.mfu') != null && `MFU ${format.percent(/** @type {number} */ (latest('extra.mfu')), 1)}`} />
-    ${memory != null && html`<${Tile} label="GPU memory" value=${format.gib(memory)} unit="GiB" note=${run.estimate?.memory_mb?.total && `estimated ${format.gib(run.estimate.memory_mb.total)} GiB`} />`}
-    <${Tile} label="Epoch" value=${(run.current_epoch ?? 0).toFixed(2)} unit=${run.config.epochs && !run.config.max_steps ? `of ${run.config.epochs}` : ''} note=${facts} />
-  </div><${Timeline} store=${store} now=${now} /></section>`;
+  return html`<section class="box summary" aria-label="State of the run">
+    <div class="tiles">
+      <${Tile}
+        label="Step"
+        value=${format.integer(run.current_step)}
+        unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}
+      >
+        ${run.total_steps > 0 && html`<${Bar}
+          value=${run.current_step / run.total_steps}
+          status=${run.status}
+          label="Progress"
+        />`}
+      <//>
+      <${When} store=${store} now=${now} />
+      ${isRewarded(run.config.method)
+        ? html`<${Tile}
+            label="Train reward"
+            value=${format.loss(latest('extra.reward'))}
+            note=${latest('loss') != null && `loss ${format.loss(latest('loss'))}`}
+          />`
+        : html`<${Tile}
+            label="Train loss"
+            value=${format.loss(latest('loss'))}
+            note=${run.best_loss != null && `lowest ${format.loss(best(Math.min, run.best_loss, latest('loss')))}`}
+          />`}
+      <${Tile}
+        label=${isRewarded(run.config.method) ? 'Eval reward' : 'Eval loss'}
+        value=${format.loss(latest(`eval.${evalName}`))}
+        note=${run.best_eval != null &&
+        `best ${format.loss(best(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`}
+      />
+      <${Tile}
+        label="Throughput"
+        value=${tokens != null ? format.integer(tokens) : format.significant(latest('samples_per_second'))}
+        unit=${tokens != null ? 'tokens/s' : 'rows/s'}
+        note=${latest('extra.mfu') != null && `MFU ${format.percent(/** @type {number} */ (latest('extra.mfu')), 1)}`}
+      />
+      ${memory != null && html`<${Tile}
+        label="GPU memory"
+        value=${format.gib(memory)}
+        unit="GiB"
+        note=${run.estimate?.memory_mb?.total && `estimated ${format.gib(run.estimate.memory_mb.total)} GiB`}
+      />`}
+      <${Tile}
+        label="Epoch"
+        value=${(run.current_epoch ?? 0).toFixed(2)}
+        unit=${run.config.epochs && !run.config.max_steps ? `of ${run.config.epochs}` : ''}
+        note=${facts}
+      />
+    </div>
+    <${Timeline} store=${store} now=${now} />
+  </section>`;
 }
 
 /**
@@ -58,19 +100,36 @@ function configFacts(run) {
 function When({ store, now }) {
   const run = store.run.value;
   const progress = store.progress.value;
-  const inTime = (/** @type {string} */ time) => (Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon');
+  const inTime = (/** @type {string} */ time) =>
+    Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon';
   if (run.finished_at) {
     const took = run.started_at && format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000);
-    const why = run.end_reason && run.end_reason !== 'finished' ? run.end_reason.replaceAll('_', ' ') : statusName(run.status);
-    return html`<${Tile} label=${took ? 'Took' : 'Started'} value=${took ?? 'never'} note=${`${why}, ${format.clock(run.finished_at, now)}`} />`;
+    const why =
+      run.end_reason && run.end_reason !== 'finished' ? run.end_reason.replaceAll('_', ' ') : statusName(run.status);
+    return html`<${Tile}
+      label=${took ? 'Took' : 'Started'}
+      value=${took ?? 'never'}
+      note=${`${why}, ${format.clock(run.finished_at, now)}`}
+    />`;
   }
   const prediction = run.prediction;
   if (run.status === 'pending') {
     const note = run.pending_reason ? 'It cannot start now.' : (prediction?.basis ?? 'Waits for a free device.');
-    return html`<${Tile} label="Starts" value=${prediction?.start_at ? inTime(prediction.start_at) : 'in the queue'} note=${note} />`;
+    return html`<${Tile}
+      label="Starts"
+      value=${prediction?.start_at ? inTime(prediction.start_at) : 'in the queue'}
+      note=${note}
+    />`;
   }
-  const phase = progress && progress.phase !== 'training' ? phaseText(progress) : prediction && `${format.clock(prediction.finish_at, now)}, ${prediction.confidence} confidence`;
-  return html`<${Tile} label="ETA" value=${prediction?.finish_at ? inTime(prediction.finish_at) : '–'} note=${phase || 'Not predictable yet.'} />`;
+  const phase =
+    progress && progress.phase !== 'training'
+      ? phaseText(progress)
+      : prediction && `${format.clock(prediction.finish_at, now)}, ${prediction.confidence} confidence`;
+  return html`<${Tile}
+    label="ETA"
+    value=${prediction?.finish_at ? inTime(prediction.finish_at) : '–'}
+    note=${phase || 'Not predictable yet.'}
+  />`;
 }
 
 /** @param {any} progress */
@@ -96,17 +155,59 @@ function Timeline({ store, now }) {
   const attempts = store.attempts.value;
   const run = store.run.value;
   if (!attempts) return null;
-  const timeline = segmentsOf(run, attempts, { checkpoints: store.checkpoints.value ?? [], actions: store.actions.value ?? [] }, now);
+  const timeline = segmentsOf(
+    run,
+    attempts,
+    { checkpoints: store.checkpoints.value ?? [], actions: store.actions.value ?? [] },
+    now,
+  );
   const at = (/** @type {number} */ time) => `${(100 * (time - timeline.from)) / (timeline.to - timeline.from)}%`;
-  const size = (/** @type {number} */ from, /** @type {number} */ to) => `${(100 * (to - from)) / (timeline.to - timeline.from)}%`;
+  const size = (/** @type {number} */ from, /** @type {number} */ to) =>
+    `${(100 * (to - from)) / (timeline.to - timeline.from)}%`;
   const shown = new Set(timeline.marks.map((mark) => mark.kind));
   return html`<div class="timeline">
     <div class="track" role="img" aria-label=${timeline.segments.map((one) => one.about).join('; ')}>
-      ${timeline.segments.map((one) => html`<div class="seg-t" data-s=${one.kind} title=${one.about} style=${{ left: at(one.from), width: size(one.from, one.to) }}>${one.to - one.from > NARROW * (timeline.to - timeline.from) && one.label}</div>`)}
+      ${timeline.segments.map(
+        (one) => html`<div
+          class="seg-t"
+          data-s=${one.kind}
+          title=${one.about}
+          style=${{ left: at(one.from), width: size(one.from, one.to) }}
+        >
+          ${one.to - one.from > NARROW * (timeline.to - timeline.from) && one.label}
+        </div>`,
+      )}
     </div>
-    <div class="marks" aria-hidden="true">${apart(timeline.marks, (timeline.to - timeline.from) * MARK_WIDTH).map((mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}><svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg></span>`)}</div>
-    <div class="row wrap ends"><span>${format.clock(timeline.from, now)}</span><span class="grow"></span>
-      <span class="legend" aria-hidden="true">${Object.entries(WORDS).filter(([kind]) => shown.has(/** @type {any} */ (kind))).map(([kind, word]) => html`<span><i class="mark" data-k=${kind}><svg viewBox="0 0 13 13"><path d=${GLYPHS[/** @type {keyof typeof GLYPHS} */ (kind)]} /></svg></i>${word}</span>`)}</span>
-      <span class="grow"></span><span>${timeline.isPredicted ? `about ${format.clock(timeline.to, now)}` : run.finished_at ? format.clock(timeline.to, now) : 'now'}</span></div>
+    <div class="marks" aria-hidden="true">
+      ${apart(timeline.marks, (timeline.to - timeline.from) * MARK_WIDTH).map(
+        (mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}>
+          <svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg>
+        </span>`,
+      )}
+    </div>
+    <div class="row wrap ends">
+      <span>${format.clock(timeline.from, now)}</span>
+      <span class="grow"></span>
+      <span class="legend" aria-hidden="true">
+        ${Object.entries(WORDS)
+          .filter(([kind]) => shown.has(/** @type {any} */ (kind)))
+          .map(
+            ([kind, word]) => html`<span>
+              <i class="mark" data-k=${kind}>
+                <svg viewBox="0 0 13 13"><path d=${GLYPHS[/** @type {keyof typeof GLYPHS} */ (kind)]} /></svg>
+              </i>
+              ${word}
+            </span>`,
+          )}
+      </span>
+      <span class="grow"></span>
+      <span>
+        ${timeline.isPredicted
+          ? `about ${format.clock(timeline.to, now)}`
+          : run.finished_at
+            ? format.clock(timeline.to, now)
+            : 'now'}
+      </span>
+    </div>
   </div>`;
 }

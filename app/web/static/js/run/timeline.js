@@ -24,7 +24,9 @@ export function apart(marks, distance) {
     if (near) near.others.push(mark);
     else shown.push({ ...mark, others: [] });
   }
-  return shown.map(({ others, ...mark }) => (others.length === 0 ? mark : { ...mark, about: `${mark.about}, and ${others.length} more beside it` }));
+  return shown.map(({ others, ...mark }) =>
+    others.length === 0 ? mark : { ...mark, about: `${mark.about}, and ${others.length} more beside it` },
+  );
 }
 
 /**
@@ -48,10 +50,23 @@ export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
     const start = Date.parse(attempt.started_at);
     const end = attempt.ended_at ? Date.parse(attempt.ended_at) : (ended ?? now);
     const gap = last === from ? 'pending' : 'lost';
-    if (start > last) segments.push({ kind: gap, from: last, to: start, label: '', about: `waited ${format.duration((start - last) / 1000)}` });
+    if (start > last)
+      segments.push({
+        kind: gap,
+        from: last,
+        to: start,
+        label: '',
+        about: `waited ${format.duration((start - last) / 1000)}`,
+      });
     const where = attempt.worker ? ` on ${attempt.worker}` : '';
     const about = `attempt ${attempt.attempt}${where}: ${format.duration((end - start) / 1000)}${attempt.outcome ? `, ${attempt.outcome.replaceAll('_', ' ')}` : ''}`;
-    segments.push({ kind: 'running', from: start, to: end, label: attempts.length > 1 ? `Attempt ${attempt.attempt}` : (attempt.worker ?? ''), about });
+    segments.push({
+      kind: 'running',
+      from: start,
+      to: end,
+      label: attempts.length > 1 ? `Attempt ${attempt.attempt}` : (attempt.worker ?? ''),
+      about,
+    });
     if (LOST.has(attempt.outcome)) marks.push({ kind: 'lost', at: end, about: `attempt ${attempt.attempt} was lost` });
     last = end;
   });
@@ -63,13 +78,34 @@ export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
     last = ended ?? now;
   }
   if (ended === null && to > last) {
-    segments.push({ kind: 'ahead', from: last, to, label: `about ${format.duration((to - last) / 1000)} left`, about: 'predicted' });
+    segments.push({
+      kind: 'ahead',
+      from: last,
+      to,
+      label: `about ${format.duration((to - last) / 1000)} left`,
+      about: 'predicted',
+    });
   }
   for (const one of checkpoints) {
-    marks.push({ kind: one.is_best ? 'best' : 'checkpoint', at: Date.parse(one.created_at), about: `checkpoint of step ${format.integer(one.step)}` });
+    marks.push({
+      kind: one.is_best ? 'best' : 'checkpoint',
+      at: Date.parse(one.created_at),
+      about: `checkpoint of step ${format.integer(one.step)}`,
+    });
   }
   for (const one of actions) {
-    if (one.finished_at) marks.push({ kind: 'action', at: Date.parse(one.finished_at), about: `${one.action.replaceAll('_', ' ')}: ${one.status}` });
+    if (one.finished_at)
+      marks.push({
+        kind: 'action',
+        at: Date.parse(one.finished_at),
+        about: `${one.action.replaceAll('_', ' ')}: ${one.status}`,
+      });
   }
-  return { from, to, isPredicted: ended === null && expected !== null, segments, marks: marks.filter((mark) => mark.at >= from && mark.at <= to) };
+  return {
+    from,
+    to,
+    isPredicted: ended === null && expected !== null,
+    segments,
+    marks: marks.filter((mark) => mark.at >= from && mark.at <= to),
+  };
 }

@@ -27,16 +27,37 @@ export function Bulk({ picked, onClear, onChanged }) {
   const canChange = may('write') && picked.length > 0;
   const tooMany = picked.length > MOST_CHANGED ? `At most ${MOST_CHANGED} at once` : undefined;
   const change = (/** @type {'stop' | 'tag' | 'delete'} */ what, /** @type {string} */ text, kind = '') =>
-    html`<button type="button" class=${`btn ${kind}`} disabled=${tooMany !== undefined} title=${tooMany} onClick=${() => setOpenDialog(what)}>${text} …</button>`;
+    html`<button
+      type="button"
+      class=${`btn ${kind}`}
+      disabled=${tooMany !== undefined}
+      title=${tooMany}
+      onClick=${() => setOpenDialog(what)}
+    >
+      ${text} …
+    </button>`;
   const close = () => setOpenDialog(null);
-  return html`<div class="acts wrap">
-    ${picked.length > 0 && html`<span class="sub num selected" role="status">${format.counted(picked.length, 'run')} selected</span><button type="button" class="btn quiet" onClick=${onClear}>Clear</button>`}
-    ${canChange && html`${change('stop', 'Stop')}${change('tag', 'Tag')}${change('delete', 'Delete', 'danger')}`}
-    ${isComparable
-      ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare</a>`
-      : html`<button type="button" class="btn hide-s" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>Compare</button>`}
-  </div>
-  ${openDialog && html`<${Change} what=${openDialog} ids=${picked} onClose=${close} onChanged=${onChanged} onDeleted=${onClear} />`}`;
+  return html`
+    <div class="acts wrap">
+      ${picked.length > 0 && html`
+        <span class="sub num selected" role="status">${format.counted(picked.length, 'run')} selected</span>
+        <button type="button" class="btn quiet" onClick=${onClear}>Clear</button>
+      `}
+      ${canChange && html`${change('stop', 'Stop')}${change('tag', 'Tag')}${change('delete', 'Delete', 'danger')}`}
+      ${isComparable
+        ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare</a>`
+        : html`<button type="button" class="btn hide-s" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>
+            Compare
+          </button>`}
+    </div>
+    ${openDialog && html`<${Change}
+      what=${openDialog}
+      ids=${picked}
+      onClose=${close}
+      onChanged=${onChanged}
+      onDeleted=${onClear}
+    />`}
+  `;
 }
 
 /** @type {Record<string, { title: string, verb: string, done: string }>} */
@@ -68,21 +89,60 @@ function Change({ what, ids, onClose, onChanged, onDeleted }) {
     onClose();
   };
   const body = result
-    ? html`<${Result} runs=${result} done=${words.done} /><footer><button type="button" class="btn primary" onClick=${close}>Close</button></footer>`
+    ? html`
+        <${Result} runs=${result} done=${words.done} />
+        <footer><button type="button" class="btn primary" onClick=${close}>Close</button></footer>
+      `
     : html`<form class="stackform" onSubmit=${send}>
-      ${what === 'stop' && MODES.map(([name, title, about]) => html`<label class="choice"><input type="radio" name="mode" checked=${mode === name} onChange=${() => setMode(name)} /><b>${title}</b><small>${about}</small></label>`)}
-      ${what === 'tag' && html`
-        <div class="f"><label for="tags-add">Add tags</label><input id="tags-add" type="text" value=${add} onInput=${(/** @type {any} */ event) => setAdd(event.target.value)} /><p class="hint">Separated by commas.</p></div>
-        <div class="f"><label for="tags-remove">Remove tags</label><input id="tags-remove" type="text" value=${remove} onInput=${(/** @type {any} */ event) => setRemove(event.target.value)} /></div>`}
-      ${what === 'delete' && html`<p>They are deleted with their events, checkpoints and outputs. This cannot be undone.</p>`}
-      <${ErrorText} error=${action.error} />
-      <footer><button type="button" class="btn" onClick=${onClose}>Cancel</button><button class=${`btn ${what === 'delete' ? 'danger' : 'primary'}`} disabled=${action.busy}>${words.verb}</button></footer>
-    </form>`;
+        ${what === 'stop' &&
+        MODES.map(
+          ([name, title, about]) => html`<label class="choice">
+            <input type="radio" name="mode" checked=${mode === name} onChange=${() => setMode(name)} />
+            <b>${title}</b>
+            <small>${about}</small>
+          </label>`,
+        )}
+        ${what === 'tag' && html`
+          <div class="f">
+            <label for="tags-add">Add tags</label>
+            <input
+              id="tags-add"
+              type="text"
+              value=${add}
+              onInput=${(/** @type {any} */ event) => setAdd(event.target.value)}
+            />
+            <p class="hint">Separated by commas.</p>
+          </div>
+          <div class="f">
+            <label for="tags-remove">Remove tags</label>
+            <input
+              id="tags-remove"
+              type="text"
+              value=${remove}
+              onInput=${(/** @type {any} */ event) => setRemove(event.target.value)}
+            />
+          </div>
+        `}
+        ${what === 'delete' && html`<p>
+          They are deleted with their events, checkpoints and outputs. This cannot be undone.
+        </p>`}
+        <${ErrorText} error=${action.error} />
+        <footer>
+          <button type="button" class="btn" onClick=${onClose}>Cancel</button>
+          <button class=${`btn ${what === 'delete' ? 'danger' : 'primary'}`} disabled=${action.busy}>
+            ${words.verb}
+          </button>
+        </footer>
+      </form>`;
   return html`<${Dialog} title=${`${words.title} ${format.counted(ids.length, 'run')}`} onClose=${close}>${body}<//>`;
 }
 
 /** @param {string} text */
-const tagsOf = (text) => text.split(',').map((tag) => tag.trim()).filter(Boolean);
+const tagsOf = (text) =>
+  text
+    .split(',')
+    .map((tag) => tag.trim())
+    .filter(Boolean);
 
 /**
  * What became of each run. One that is already as requested, such as one that ended before the stop, is no failure.
@@ -93,7 +153,15 @@ function Result({ runs, done }) {
   const unchanged = count('unchanged');
   const refused = runs.filter((run) => run.outcome === 'refused');
   return html`<div role="status" class="checks">
-    <p>${format.counted(count('changed'), 'run')} ${done}${unchanged > 0 ? `, ${format.integer(unchanged)} already so or ended` : ''}.</p>
-    ${refused.length > 0 && html`<p class="error-text">${format.counted(refused.length, 'run')} could not be changed:</p><ul class="checks">${refused.map((run) => html`<li class="sub"><${Prose} text=${run.detail ?? run.id} /></li>`)}</ul>`}
+    <p>
+      ${format.counted(count('changed'), 'run')} ${done}
+      ${unchanged > 0 ? `, ${format.integer(unchanged)} already so or ended` : ''}.
+    </p>
+    ${refused.length > 0 && html`
+      <p class="error-text">${format.counted(refused.length, 'run')} could not be changed:</p>
+      <ul class="checks">
+        ${refused.map((run) => html`<li class="sub"><${Prose} text=${run.detail ?? run.id} /></li>`)}
+      </ul>
+    `}
   </div>`;
 }
