@@ -7,12 +7,15 @@ READY := .venv/.ready
 WEB_TOOLS := .venv/.web-tools
 INTEGRATIONS := .venv/.integrations
 
+WEB_MODULES := app/web/htm_format.js app/web/htm_template.js app/web/vendor_entry.js app/web/static/js tests/app/web/js
+PRETTIER := .venv/web/node_modules/.bin/prettier --config app/web/.prettierrc.json
+
 comma := ,
 
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint lint-python lint-web checked browser bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check manifests
+.PHONY: demo up test test-all lint lint-python lint-web format format-python format-web checked browser bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check manifests
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -37,14 +40,23 @@ test-all: checked browser $(INTEGRATIONS) .venv/.bench  ## every test, then resu
 browser: $(READY)
 	@$(BIN)/python -m tests.chromium
 
-lint: lint-python lint-web  ## style, types, and who may import whom; of the dashboard's modules too
+lint: lint-python lint-web  ## style, format, types, and who may import whom; of the dashboard's modules too
 
 lint-python: $(READY)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 lint-web: $(READY) $(WEB_TOOLS)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv/web/node_modules/.bin/tsc -p app/web
-	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv/web/node_modules/.bin/oxlint -c app/web/.oxlintrc.json app/web/static/js tests/app/web/js
+	@PATH="$(CURDIR)/$(BIN):$$PATH" .venv/web/node_modules/.bin/oxlint -c app/web/.oxlintrc.json $(WEB_MODULES)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PRETTIER) --check --log-level warn $(WEB_MODULES) app/web/static/css
+
+format: format-python format-web  ## write Python, and the dashboard's modules and style sheets, as `make lint` expects them
+
+format-python: $(READY)
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+format-web: $(READY) $(WEB_TOOLS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PRETTIER) --write --log-level warn $(WEB_MODULES) app/web/static/css
 
 # A new environment has no bytecode. One process compiles what the tests import, beside the linters; four processes at
 # once would each compile the same modules. Tests that cannot be collected are reported by the run that follows.
@@ -135,7 +147,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(SERVICE) $(READY)
 	@echo "Installed."
 
-# The type checker and the linter of the dashboard's modules, and the types of the packages that they use.
+# What checks and formats the dashboard's modules, and the types of the packages that they use.
 $(WEB_TOOLS): app/web/package.json app/web/package-lock.json | $(READY)
 	@mkdir -p .venv/web && cp app/web/package.json app/web/package-lock.json .venv/web
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm ci --loglevel=error --no-audit --no-fund --prefix .venv/web
