@@ -19,14 +19,14 @@ const ROUTES = /** @type {const} */ ([
  * @param {string} path
  * @returns {Route | null} Null for an address that has no page.
  */
-export function match(path) {
+export function matchRoute(path) {
   const parts = path.replace(/\/+$/, '').split('/');
   for (const [pattern, name] of ROUTES) {
-    const wanted = pattern.replace(/\/+$/, '').split('/');
-    if (wanted.length !== parts.length) continue;
+    const patternParts = pattern.replace(/\/+$/, '').split('/');
+    if (patternParts.length !== parts.length) continue;
     /** @type {Record<string, string>} */
     const params = {};
-    const fits = wanted.every((part, index) => {
+    const fits = patternParts.every((part, index) => {
       if (!part.startsWith(':')) return part === parts[index];
       try {
         params[part.slice(1)] = decodeURIComponent(parts[index]);
@@ -42,9 +42,9 @@ export function match(path) {
 
 /**
  * The address, if it is a path of this site; otherwise that of all runs.
- * @param {string | null} asked
+ * @param {string | null} address
  */
-export function ownAddress(asked) {
+export function sanitizeAddress(address) {
   // Browsers drop control characters and take a backslash for a slash: two of them would name another host.
-  return asked !== null && /^\/(?![/\\])[\x21-\x7e]*$/.test(asked) ? asked : '/';
+  return address !== null && /^\/(?![/\\])[\x21-\x7e]*$/.test(address) ? address : '/';
 }

@@ -27,7 +27,7 @@ export class ApiError extends Error {
 let onSignedOut = () => {};
 
 /** @param {() => void} callback Called when a call finds that there is no valid session. */
-export function whenSignedOut(callback) {
+export function setSignedOutHandler(callback) {
   onSignedOut = callback;
 }
 
@@ -48,32 +48,32 @@ export function whenSignedOut(callback) {
  * @param {Options} [options]
  * @returns {Promise<any>}
  */
-export async function call(method, path, { query, body, signal, headers } = {}) {
-  const response = await reach(method, path + queryText(query), {
+export async function sendRequest(method, path, { query, body, signal, headers } = {}) {
+  const response = await fetchResponse(method, path + formatQuery(query), {
     method,
     signal,
     headers: body === undefined ? headers : { 'Content-Type': 'application/json', ...headers },
     body: body === undefined ? undefined : JSON.stringify(body),
   });
-  if (!response.ok) throw await problemOf(response, path);
+  if (!response.ok) throw await readError(response, path);
   if (response.status === 204) return null;
   try {
     return await ((response.headers.get('content-type') ?? '').includes('json') ? response.json() : response.text());
   } catch (error) {
     // The connection broke within the body.
-    throw signal?.aborted ? error : unreachable(method);
+    throw signal?.aborted ? error : createUnreachableError(method);
   }
 }
 
 /** A key for `Idempotency-Key`. `crypto.randomUUID` does not exist on pages over plain HTTP. */
-export const newKey = () =>
+export const createIdempotencyKey = () =>
   Array.from(crypto.getRandomValues(new Uint32Array(4)), (part) => part.toString(16).padStart(8, '0')).join('');
 
 /** @param {string} method */
-function unreachable(method) {
-  const what =
+function createUnreachableError(method) {
+  const advice =
     method === 'GET' ? 'It is tried again.' : 'Nothing is known about the request; look before you repeat it.';
-  return new ApiError(0, 'unreachable', `The service cannot be reached. ${what}`);
+  return new ApiError(0, 'unreachable', `The service cannot be reached. ${advice}`);
 }
 
 /**
@@ -82,7 +82,7 @@ function unreachable(method) {
  * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
-export const get = (path, query, signal) => call('GET', path, { query, signal });
+export const get = (path, query, signal) => sendRequest('GET', path, { query, signal });
 
 /**
  * @param {string} path
@@ -90,30 +90,30 @@ export const get = (path, query, signal) => call('GET', path, { query, signal })
  * @param {Record<string, string>} [headers]
  * @returns {Promise<any>}
  */
-export const post = (path, body = {}, headers) => call('POST', path, { body, headers });
+export const post = (path, body = {}, headers) => sendRequest('POST', path, { body, headers });
 
 /** @param {Options['query']} query */
-export function queryText(query) {
-  const parts = new URLSearchParams();
+export function formatQuery(query) {
+  const params = new URLSearchParams();
   for (const [name, value] of Object.entries(query ?? {})) {
     if (value == null || value === '') continue;
-    for (const one of Array.isArray(value) ? value : [value]) parts.append(name, String(one));
+    for (const item of Array.isArray(value) ? value : [value]) params.append(name, String(item));
   }
-  const text = parts.toString();
+  const text = params.toString();
   return text && `?${text}`;
 }
 
 /** @param {string} method @param {string} url @param {RequestInit} init */
-async function reach(method, url, init) {
+async function fetchResponse(method, url, init) {
   try {
     return await fetch(url, { credentials: 'same-origin', ...init });
   } catch (error) {
-    throw init.signal?.aborted ? error : unreachable(method);
+    throw init.signal?.aborted ? error : createUnreachableError(method);
   }
 }
 
 /** @param {Response} response @param {string} path */
-async function problemOf(response, path) {
+async function readError(response, path) {
   const problem = await response.json().catch(() => ({}));
   if (response.status === 401 && path !== '/v1/session') onSignedOut();
   return new ApiError(
@@ -133,7 +133,7 @@ async function problemOf(response, path) {
  * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
-export function upload(path, form, onProgress, signal) {
+export function uploadForm(path, form, onProgress, signal) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
     request.open('POST', path);
@@ -147,7 +147,7 @@ export function upload(path, form, onProgress, signal) {
         headers: { 'content-type': request.getResponseHeader('content-type') ?? '' },
       });
       if (response.ok) resolve(await response.json());
-      else reject(await problemOf(response, path));
+      else reject(await readError(response, path));
     };
     signal?.addEventListener('abort', () => request.abort());
     request.send(form);

@@ -15,7 +15,7 @@
 /** @typedef {'step' | 'epoch' | 'time'} Axis */
 
 /** @returns {Series} */
-export const emptySeries = () => ({ steps: [], values: [] });
+export const createSeries = () => ({ steps: [], values: [] });
 
 /**
  * Append a point. A step that is not after the last one was trained again, after a rewind or by a new attempt: the
@@ -24,9 +24,9 @@ export const emptySeries = () => ({ steps: [], values: [] });
  * @param {number} step
  * @param {number | null} value
  */
-export function append(series, step, value) {
+export function appendPoint(series, step, value) {
   const { steps } = series;
-  if (steps.length > 0 && step <= steps[steps.length - 1]) truncate(series, step);
+  if (steps.length > 0 && step <= steps[steps.length - 1]) truncateFrom(series, step);
   steps.push(step);
   series.values.push(value);
 }
@@ -36,10 +36,10 @@ export function append(series, step, value) {
  * @param {Series} series
  * @param {number} step
  */
-export function truncate(series, step) {
-  const at = lowerBound(series.steps, step);
-  series.steps.length = at;
-  series.values.length = at;
+export function truncateFrom(series, step) {
+  const index = findLowerBound(series.steps, step);
+  series.steps.length = index;
+  series.values.length = index;
 }
 
 /**
@@ -49,42 +49,42 @@ export function truncate(series, step) {
  * @param {Series} detail
  * @returns {Series}
  */
-export function withDetail(series, detail) {
+export function insertDetail(series, detail) {
   if (detail.steps.length === 0) return series;
-  const before = lowerBound(series.steps, detail.steps[0]);
-  const after = lowerBound(series.steps, detail.steps[detail.steps.length - 1] + 1);
-  const join = (/** @type {any[]} */ all, /** @type {any[]} */ part) => [
-    ...all.slice(0, before),
+  const before = findLowerBound(series.steps, detail.steps[0]);
+  const after = findLowerBound(series.steps, detail.steps[detail.steps.length - 1] + 1);
+  const replacePart = (/** @type {any[]} */ points, /** @type {any[]} */ part) => [
+    ...points.slice(0, before),
     ...part,
-    ...all.slice(after),
+    ...points.slice(after),
   ];
-  return { steps: join(series.steps, detail.steps), values: join(series.values, detail.values) };
+  return { steps: replacePart(series.steps, detail.steps), values: replacePart(series.values, detail.values) };
 }
 
 /**
  * First and last step of the points whose positions are in a range; null if there are none.
  * @param {Series} series
- * @param {(number | null)[]} at Positions of its points.
+ * @param {(number | null)[]} positions Positions of its points.
  * @param {[number, number]} range
  * @returns {[number, number] | null}
  */
-export function stepsWithin(series, at, [low, high]) {
+export function findStepsWithin(series, positions, [low, high]) {
   const isWithin = (/** @type {number | null} */ position) => position != null && position >= low && position <= high;
-  const first = at.findIndex(isWithin);
-  return first < 0 ? null : [series.steps[first], series.steps[at.findLastIndex(isWithin)]];
+  const first = positions.findIndex(isWithin);
+  return first < 0 ? null : [series.steps[first], series.steps[positions.findLastIndex(isWithin)]];
 }
 
 /**
  * Index of the first of ascending numbers that is not smaller.
  * @param {ArrayLike<number>} numbers
- * @param {number} wanted
+ * @param {number} number
  */
-export function lowerBound(numbers, wanted) {
+export function findLowerBound(numbers, number) {
   let low = 0;
   let high = numbers.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (numbers[middle] < wanted) low = middle + 1;
+    if (numbers[middle] < number) low = middle + 1;
     else high = middle;
   }
   return low;
@@ -96,7 +96,7 @@ export function lowerBound(numbers, wanted) {
  * @param {number} weight Of the average so far, from 0 (no smoothing) to below 1.
  * @returns {(number | null)[]}
  */
-export function smooth(values, weight) {
+export function smoothValues(values, weight) {
   if (weight <= 0) return values;
   let average = 0;
   let norm = 0;
@@ -116,7 +116,7 @@ export function smooth(values, weight) {
  * @param {number[]} starts Steps from which attempts trained.
  * @returns {(number | null)[]}
  */
-export function perStep({ steps, values }, every, starts) {
+export function divideBySteps({ steps, values }, every, starts) {
   return values.map((sum, index) => {
     const step = steps[index];
     const logged = every > 0 ? Math.floor((step - 1) / every) * every : 0;
@@ -131,7 +131,7 @@ export function perStep({ steps, values }, every, starts) {
  * @param {{ epoch: Series | undefined, clock: Clock }} scales
  * @returns {(number | null)[]}
  */
-export function positions(series, axis, { epoch, clock }) {
+export function computePositions(series, axis, { epoch, clock }) {
   if (axis === 'epoch') return interpolate(epoch?.steps ?? [], epoch?.values ?? [], series.steps);
   if (axis === 'time') return interpolate(clock.steps, clock.seconds, series.steps);
   return series.steps;
@@ -139,17 +139,21 @@ export function positions(series, axis, { epoch, clock }) {
 
 /**
  * Values between known points, linearly; before the first and after the last, the nearest two continue.
- * @param {number[]} xs Ascending. @param {(number | null)[]} ys @param {number[]} at
+ * @param {number[]} knownPositions Ascending. @param {(number | null)[]} knownValues @param {number[]} positions
  * @returns {(number | null)[]} Null where fewer than two points are known.
  */
-export function interpolate(xs, ys, at) {
-  if (xs.length === 1) return at.map((x) => (x === xs[0] ? ys[0] : null));
-  if (xs.length < 2) return at.map(() => null);
-  return at.map((x) => {
-    const right = Math.min(Math.max(lowerBound(xs, x), 1), xs.length - 1);
-    const [low, high] = [ys[right - 1], ys[right]];
+export function interpolate(knownPositions, knownValues, positions) {
+  if (knownPositions.length === 1)
+    return positions.map((position) => (position === knownPositions[0] ? knownValues[0] : null));
+  if (knownPositions.length < 2) return positions.map(() => null);
+  return positions.map((position) => {
+    const right = Math.min(Math.max(findLowerBound(knownPositions, position), 1), knownPositions.length - 1);
+    const [low, high] = [knownValues[right - 1], knownValues[right]];
     if (low == null || high == null) return null;
-    return low + ((high - low) * (x - xs[right - 1])) / (xs[right] - xs[right - 1]);
+    return (
+      low +
+      ((high - low) * (position - knownPositions[right - 1])) / (knownPositions[right] - knownPositions[right - 1])
+    );
   });
 }
 
@@ -158,19 +162,19 @@ export function interpolate(xs, ys, at) {
  * @param {{ x: (number | null)[], y: (number | null)[] }[]} curves
  * @returns {{ x: number[], ys: (number | null | undefined)[][] }}
  */
-export function align(curves) {
+export function alignCurves(curves) {
   if (curves.length === 1 && isAscending(curves[0].x)) {
     return { x: /** @type {number[]} */ (curves[0].x), ys: [curves[0].y] };
   }
-  const all = new Set();
-  for (const { x } of curves) for (const position of x) if (position != null) all.add(position);
-  const merged = /** @type {number[]} */ ([...all]).sort((a, b) => a - b);
-  const places = new Map(merged.map((position, index) => [position, index]));
+  const allPositions = new Set();
+  for (const { x } of curves) for (const position of x) if (position != null) allPositions.add(position);
+  const merged = /** @type {number[]} */ ([...allPositions]).sort((left, right) => left - right);
+  const indexes = new Map(merged.map((position, index) => [position, index]));
   const ys = curves.map(({ x, y }) => {
     /** @type {(number | null | undefined)[]} */
     const column = Array.from({ length: merged.length });
     x.forEach((position, index) => {
-      if (position != null) column[/** @type {number} */ (places.get(position))] = y[index];
+      if (position != null) column[/** @type {number} */ (indexes.get(position))] = y[index];
     });
     return column;
   });
@@ -182,11 +186,11 @@ export function align(curves) {
  * @param {(number | null)[][]} curves
  * @returns {[number, number] | null}
  */
-export function extentOf(curves) {
+export function computeExtent(curves) {
   let [low, high] = [Infinity, -Infinity];
-  for (const at of curves) {
-    const first = at.find((position) => position != null);
-    const last = lastValue(at);
+  for (const positions of curves) {
+    const first = positions.find((position) => position != null);
+    const last = findLastValue(positions);
     if (first == null || last == null) continue;
     low = Math.min(low, first);
     high = Math.max(high, last);
@@ -209,7 +213,7 @@ function isAscending(numbers) {
  * @param {ArrayLike<number | null | undefined>} values
  * @param {number} [from] Index to search backward from.
  */
-export function lastValue(values, from = values.length - 1) {
+export function findLastValue(values, from = values.length - 1) {
   for (let index = Math.min(from, values.length - 1); index >= 0; index -= 1) {
     const value = values[index];
     if (value != null) return value;

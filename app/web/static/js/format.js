@@ -26,15 +26,15 @@ export function significant(value) {
 /** @param {number | null | undefined} length Seconds. */
 export function duration(length) {
   if (length == null || !Number.isFinite(length)) return '–';
-  const whole = Math.max(0, Math.round(length));
-  const days = Math.floor(whole / 86400);
-  const hours = Math.floor((whole % 86400) / 3600);
-  const minutes = Math.floor((whole % 3600) / 60);
+  const rounded = Math.max(0, Math.round(length));
+  const days = Math.floor(rounded / 86400);
+  const hours = Math.floor((rounded % 86400) / 3600);
+  const minutes = Math.floor((rounded % 3600) / 60);
   if (days) return `${days} d ${hours} h`;
   if (hours) return `${hours} h ${String(minutes).padStart(2, '0')} min`;
   if (minutes >= 10) return `${minutes} min`;
-  if (minutes) return whole % 60 ? `${minutes} min ${whole % 60} s` : `${minutes} min`;
-  return `${whole} s`;
+  if (minutes) return rounded % 60 ? `${minutes} min ${rounded % 60} s` : `${minutes} min`;
+  return `${rounded} s`;
 }
 
 /**
@@ -57,10 +57,10 @@ export function ago(time, now) {
  */
 export function clock(time, now = Date.now()) {
   if (time == null) return '–';
-  const at = new Date(time);
-  const text = at.toLocaleTimeString('en-GB', { hour: '2-digit', minute: '2-digit' });
-  if (at.toDateString() === new Date(now).toDateString()) return text;
-  return `${at.toLocaleDateString('en-GB', { day: 'numeric', month: 'short' })}, ${text}`;
+  const date = new Date(time);
+  const text = date.toLocaleTimeString('en-GB', { hour: '2-digit', minute: '2-digit' });
+  if (date.toDateString() === new Date(now).toDateString()) return text;
+  return `${date.toLocaleDateString('en-GB', { day: 'numeric', month: 'short' })}, ${text}`;
 }
 
 /** @param {string | number | null | undefined} time Time of day in seconds, for log lines. */
@@ -122,17 +122,17 @@ export function counted(count, noun) {
  * @returns {string[]}
  */
 export function tickLabels(values) {
-  const known = /** @type {number[]} */ (values.filter((value) => value != null));
-  const size = Math.max(...known.map(Math.abs), 0);
-  const gaps = known
+  const numbers = /** @type {number[]} */ (values.filter((value) => value != null));
+  const size = Math.max(...numbers.map(Math.abs), 0);
+  const gaps = numbers
     .slice(1)
-    .map((value, index) => Math.abs(value - known[index]))
+    .map((value, index) => Math.abs(value - numbers[index]))
     .filter((gap) => gap > 0);
   const gap = Math.min(...gaps, size || 1);
   /** @param {(digits: number) => (value: number) => number} rounding */
   const digitsOf = (rounding) => {
     for (let digits = 0; digits < 8; digits += 1)
-      if (known.every((value) => Math.abs(rounding(digits)(value) - value) < gap / 100)) return digits;
+      if (numbers.every((value) => Math.abs(rounding(digits)(value) - value) < gap / 100)) return digits;
     return 8;
   };
   if (size >= 1e4) {

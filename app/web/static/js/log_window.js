@@ -45,7 +45,7 @@ export class LogWindow {
    * @param {number} most
    * @param {number} middle Index of a line to keep.
    */
-  limit(most, middle) {
+  setLimit(most, middle) {
     this.most = most;
     if (this.lines.length <= most) return;
     const first = Math.max(0, Math.min(middle - Math.floor(most / 2), this.lines.length - most));
@@ -96,17 +96,17 @@ export class LogWindow {
 
 /**
  * True for a line of a level; `warning` includes errors, and no level includes all.
- * @param {string} level @param {string} wanted
+ * @param {string} level @param {string} minimum
  */
-export const isOfLevel = (level, wanted) =>
-  wanted === '' || level === wanted || (wanted === 'warning' && level === 'error');
+export const hasLevel = (level, minimum) =>
+  minimum === '' || level === minimum || (minimum === 'warning' && level === 'error');
 
 /**
  * Rows of a fixed height that are in sight.
  * @param {number} count @param {number} rowHeight @param {number} top Scrolled pixels. @param {number} height Visible pixels.
  * @returns {[number, number]} First row, and the one after the last.
  */
-export function rowsInSight(count, rowHeight, top, height) {
+export function computeRowsInSight(count, rowHeight, top, height) {
   const margin = 10;
   const first = Math.max(0, Math.floor(top / rowHeight) - margin);
   return [Math.min(first, count), Math.min(count, Math.ceil((top + height) / rowHeight) + margin)];
@@ -114,13 +114,13 @@ export function rowsInSight(count, rowHeight, top, height) {
 
 /**
  * Split a line at the matches of a search; upper and lower case differ, as in the search of the service.
- * @param {string} line @param {string} wanted
+ * @param {string} line @param {string} search
  * @returns {{ text: string, isMatch: boolean }[]}
  */
-export function marked(line, wanted) {
-  if (!wanted) return [{ text: line, isMatch: false }];
-  return line.split(wanted).flatMap((text, index) => {
-    const rest = text === '' ? [] : [{ text, isMatch: false }];
-    return index === 0 ? rest : [{ text: wanted, isMatch: true }, ...rest];
+export function splitAtMatches(line, search) {
+  if (!search) return [{ text: line, isMatch: false }];
+  return line.split(search).flatMap((text, index) => {
+    const unmatched = text === '' ? [] : [{ text, isMatch: false }];
+    return index === 0 ? unmatched : [{ text: search, isMatch: true }, ...unmatched];
   });
 }

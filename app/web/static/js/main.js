@@ -1,12 +1,12 @@
 // Entry of the dashboard: signs in, and shows the page of the address.
 
 import { effect, html, render, signal } from '../vendor/preact.js';
-import { match } from './addresses.js';
-import { ApiError, whenSignedOut } from './api.js';
+import { matchRoute } from './addresses.js';
+import { ApiError, setSignedOutHandler } from './api.js';
 import { Frame } from './components/frame.js';
 import { Empty, Failure } from './components/states.js';
 import * as router from './router.js';
-import { askToSignIn, read, session } from './session.js';
+import { askToSignIn, readSession, session } from './session.js';
 import * as theme from './theme.js';
 
 const ICON = new URL('../icon.svg', import.meta.url).href;
@@ -24,22 +24,22 @@ const PAGES = {
 };
 
 /** Set while the page is loaded again for a module that was not found. */
-const RELOADED = 'anneal.reloaded';
+const RELOADED_KEY = 'anneal.reloaded';
 
-const shown = signal(/** @type {{ key: string, view: any } | null} */ (null));
+const shownPage = signal(/** @type {{ key: string, view: any } | null} */ (null));
 
 /**
  * Load the module of a page. After an upgrade of the service, the modules of this version are gone: the whole page is
  * loaded again, once.
  * @param {string} name
  */
-async function loaded(name) {
+async function loadPage(name) {
   try {
     const module = await PAGES[name]();
-    sessionStorage.removeItem(RELOADED);
+    sessionStorage.removeItem(RELOADED_KEY);
     return module;
   } catch (error) {
-    if (sessionStorage.getItem(RELOADED))
+    if (sessionStorage.getItem(RELOADED_KEY))
       return {
         default: () => html`<${Failure} error=${new ApiError(
           0,
@@ -48,19 +48,19 @@ async function loaded(name) {
         )} />`,
         title: 'Not loaded',
       };
-    sessionStorage.setItem(RELOADED, '1');
+    sessionStorage.setItem(RELOADED_KEY, '1');
     location.reload();
     throw error;
   }
 }
 
 /** @param {string} path */
-async function show(path) {
-  const route = match(path);
-  const module = await (route && loaded(route.name)); // never within the effect that calls this
+async function showPage(path) {
+  const route = matchRoute(path);
+  const module = await (route && loadPage(route.name)); // never within the effect that calls this
   if (router.path.value !== path) return; // another page was opened meanwhile
   document.title = `${module ? module.title : 'Not found'} · Anneal`;
-  const moved = shown.value !== null;
+  const isNavigation = shownPage.value !== null;
   const view =
     module && route
       ? html`<${module.default} ...${route.params} />`
@@ -73,28 +73,28 @@ async function show(path) {
             <//>
           </section>
         `;
-  shown.value = { key: path, view };
-  if (moved) requestAnimationFrame(() => document.getElementById('main')?.focus({ preventScroll: true }));
+  shownPage.value = { key: path, view };
+  if (isNavigation) requestAnimationFrame(() => document.getElementById('main')?.focus({ preventScroll: true }));
 }
 
 function App() {
   if (session.value === null && router.path.value !== '/login') return null;
-  return html`<${Frame} icon=${ICON}><div key=${shown.value?.key}>${shown.value?.view}</div><//>`;
+  return html`<${Frame} icon=${ICON}><div key=${shownPage.value?.key}>${shownPage.value?.view}</div><//>`;
 }
 
-theme.start();
-router.start();
-whenSignedOut(askToSignIn);
+theme.startTheme();
+router.startRouter();
+setSignedOutHandler(askToSignIn);
 const root = /** @type {HTMLElement} */ (document.getElementById('app'));
 
-async function start() {
+async function startApp() {
   if (router.path.value !== '/login') {
     try {
-      await read();
+      await readSession();
     } catch (error) {
       // The service is away: the page comes by itself when it is back.
-      render(html`<main class="page" id="main"><${Failure} error=${error} onRetry=${start} /></main>`, root);
-      setTimeout(start, 3000);
+      render(html`<main class="page" id="main"><${Failure} error=${error} onRetry=${startApp} /></main>`, root);
+      setTimeout(startApp, 3000);
       return;
     }
   }
@@ -103,6 +103,6 @@ async function start() {
 }
 
 effect(() => {
-  show(router.path.value);
+  showPage(router.path.value);
 });
-start();
+startApp();

@@ -18,7 +18,7 @@ export const ADAPTERS = [
 ];
 
 /** Methods of supervised training that say which weights they train. */
-const OF_WEIGHTS = new Set(ADAPTERS.map(([name]) => name));
+const WEIGHT_METHODS = new Set(ADAPTERS.map(([name]) => name));
 
 /** True for a method whose progress shows in rewards; that of the others shows in a loss. @param {string} method */
 export const isRewarded = (method) => method === 'rlhf';
@@ -27,9 +27,9 @@ export const isRewarded = (method) => method === 'rlhf';
  * Objective and trained weights of a configuration.
  * @param {Record<string, any>} config @param {string} fallback Default method.
  */
-export function choiceOf(config, fallback) {
+export function readChoice(config, fallback) {
   const method = String(config.method ?? fallback);
-  if (OF_WEIGHTS.has(method)) return { objective: 'sft', adapter: method };
+  if (WEIGHT_METHODS.has(method)) return { objective: 'sft', adapter: method };
   const adapter =
     config.lora_r === null ? 'full' : config.load_in_4bit === false && !config.load_in_8bit ? 'lora' : 'qlora';
   return { objective: method, adapter };
@@ -40,19 +40,19 @@ export function choiceOf(config, fallback) {
  * @param {Record<string, any>} config @param {string} objective @param {string} adapter
  * @returns {Record<string, any>}
  */
-export function withChoice(config, objective, adapter) {
-  const { load_in_4bit: _four, load_in_8bit: _eight, lora_r: rank, ...rest } = config;
-  const kept = rank == null ? rest : { ...rest, lora_r: rank };
-  if (objective === 'sft') return { ...kept, method: adapter };
-  if (adapter === 'full') return { ...rest, method: objective, lora_r: null };
-  return { ...kept, method: objective, ...(adapter === 'lora' ? { load_in_4bit: false } : {}) };
+export function applyChoice(config, objective, adapter) {
+  const { load_in_4bit: _four, load_in_8bit: _eight, lora_r: rank, ...others } = config;
+  const withRank = rank == null ? others : { ...others, lora_r: rank };
+  if (objective === 'sft') return { ...withRank, method: adapter };
+  if (adapter === 'full') return { ...others, method: objective, lora_r: null };
+  return { ...withRank, method: objective, ...(adapter === 'lora' ? { load_in_4bit: false } : {}) };
 }
 
 /**
  * Groups of runs in the order “best”, in which only runs of one group are compared.
  * @param {{ method: string, best_eval?: number | null, best_loss?: number | null }} run
  */
-export function groupOf(run) {
+export function describeGroup(run) {
   if (run.best_eval != null)
     return `${run.method}, by eval ${isRewarded(run.method) ? 'reward, highest' : 'loss, lowest'} first`;
   if (run.best_loss != null) return `${run.method}, by train loss, lowest first`;

@@ -14,10 +14,10 @@
  */
 
 /** @param {any} schema JSON schema of the configuration. @returns {{ group: string, fields: FormField[] }[]} */
-export function groupsOf(schema) {
+export function readGroups(schema) {
   return Object.entries(schema['x-groups']).map(([group, names]) => ({
     group,
-    fields: /** @type {string[]} */ (names).map((name) => fieldOf(name, schema.properties[name], schema.$defs ?? {})),
+    fields: /** @type {string[]} */ (names).map((name) => readField(name, schema.properties[name], schema.$defs ?? {})),
   }));
 }
 
@@ -26,11 +26,11 @@ export function groupsOf(schema) {
  * @param {any} schema @param {string} method @param {boolean} isAdapter
  * @returns {Map<string, FormField>}
  */
-export function fieldsOf(schema, method, isAdapter) {
+export function readFields(schema, method, isAdapter) {
   const defaults = schema['x-method-defaults'][method]?.[isAdapter ? 'adapter' : 'full'] ?? {};
-  const all = groupsOf(schema).flatMap(({ fields }) => fields);
+  const fields = readGroups(schema).flatMap((group) => group.fields);
   return new Map(
-    all.map((field) => [field.name, field.name in defaults ? { ...field, fallback: defaults[field.name] } : field]),
+    fields.map((field) => [field.name, field.name in defaults ? { ...field, fallback: defaults[field.name] } : field]),
   );
 }
 
@@ -38,37 +38,38 @@ export function fieldsOf(schema, method, isAdapter) {
  * Fields by name, with the defaults of the method of a configuration.
  * @param {any} schema @param {Record<string, any>} config
  */
-export function fieldsFor(schema, config) {
+export function readFieldsOfConfig(schema, config) {
   const method = String(config.method ?? schema.properties.method.default);
-  return fieldsOf(schema, method, config.lora_r !== null);
+  return readFields(schema, method, config.lora_r !== null);
 }
 
 /**
  * @param {string} name @param {any} property @param {Record<string, any>} definitions
  * @returns {FormField}
  */
-export function fieldOf(name, property, definitions) {
-  const resolve = (/** @type {any} */ one) => (one.$ref ? { ...definitions[one.$ref.split('/').pop()], ...one } : one);
-  const leaves = (/** @type {any} */ one) => {
-    const found = resolve(one);
-    return (found.anyOf ?? found.oneOf)?.flatMap(leaves) ?? [found];
+export function readField(name, property, definitions) {
+  const resolve = (/** @type {any} */ definition) =>
+    definition.$ref ? { ...definitions[definition.$ref.split('/').pop()], ...definition } : definition;
+  const flattenUnion = (/** @type {any} */ union) => {
+    const resolved = resolve(union);
+    return (resolved.anyOf ?? resolved.oneOf)?.flatMap(flattenUnion) ?? [resolved];
   };
-  const parts = leaves(property);
-  const isNullable = parts.some((/** @type {any} */ one) => one.type === 'null');
-  const kinds = parts.filter((/** @type {any} */ one) => one.type !== 'null');
-  const main = kinds[0] ?? {};
+  const leaves = flattenUnion(property);
+  const isNullable = leaves.some((/** @type {any} */ definition) => definition.type === 'null');
+  const alternatives = leaves.filter((/** @type {any} */ definition) => definition.type !== 'null');
+  const main = alternatives[0] ?? {};
   const field = {
     name,
     description: property.description ?? main.description ?? '',
-    fallback: 'default' in property ? property.default : defaultsOf(main),
+    fallback: 'default' in property ? property.default : readObjectDefault(main),
     isNullable,
     choices: /** @type {string[]} */ ([]),
     min: main.minimum ?? main.exclusiveMinimum,
     max: main.maximum ?? main.exclusiveMaximum,
   };
-  if (kinds.length === 1) {
+  if (alternatives.length === 1) {
     const choices = main.enum ?? (main.const === undefined ? null : [main.const]);
-    if (choices && choices.every((/** @type {unknown} */ one) => typeof one === 'string'))
+    if (choices && choices.every((/** @type {unknown} */ choice) => typeof choice === 'string'))
       return { ...field, kind: 'choice', choices };
     if (main.type === 'boolean') return { ...field, kind: 'boolean' };
     if (main.type === 'integer') return { ...field, kind: 'integer' };
@@ -76,31 +77,31 @@ export function fieldOf(name, property, definitions) {
     if (main.type === 'string') return { ...field, kind: 'text' };
     if (main.type === 'array' && resolve(main.items ?? {}).type === 'string') return { ...field, kind: 'list' };
   }
-  const isScalar = (/** @type {any} */ one) =>
-    ['integer', 'number', 'string'].includes(one.type) || typeof one.const === 'string';
-  return { ...field, kind: kinds.length > 1 && kinds.every(isScalar) ? 'amount' : 'json' };
+  const isScalar = (/** @type {any} */ definition) =>
+    ['integer', 'number', 'string'].includes(definition.type) || typeof definition.const === 'string';
+  return { ...field, kind: alternatives.length > 1 && alternatives.every(isScalar) ? 'amount' : 'json' };
 }
 
 /**
  * Default of an object whose fields all have one; undefined for others.
  * @param {any} definition
  */
-function defaultsOf(definition) {
+function readObjectDefault(definition) {
   const fields = Object.entries(definition.properties ?? {});
-  if (fields.length === 0 || !fields.every(([, one]) => 'default' in one)) return undefined;
-  return Object.fromEntries(fields.map(([name, one]) => [name, one.default]));
+  if (fields.length === 0 || !fields.every(([, field]) => 'default' in field)) return undefined;
+  return Object.fromEntries(fields.map(([name, field]) => [name, field.default]));
 }
 
 /**
  * True for values that are the same, whatever the order of their fields; null and nothing at all are.
- * @param {unknown} one @param {unknown} other
+ * @param {unknown} left @param {unknown} right
  */
-export function same(one, other) {
-  const sorted = (/** @type {string} */ _name, /** @type {any} */ value) =>
+export function areEqual(left, right) {
+  const sortFields = (/** @type {string} */ _name, /** @type {any} */ value) =>
     value !== null && typeof value === 'object' && !Array.isArray(value)
-      ? Object.fromEntries(Object.entries(value).toSorted(([a], [b]) => (a < b ? -1 : 1)))
+      ? Object.fromEntries(Object.entries(value).toSorted(([leftName], [rightName]) => (leftName < rightName ? -1 : 1)))
       : value;
-  return JSON.stringify(one ?? null, sorted) === JSON.stringify(other ?? null, sorted);
+  return JSON.stringify(left ?? null, sortFields) === JSON.stringify(right ?? null, sortFields);
 }
 
 /**
@@ -109,7 +110,7 @@ export function same(one, other) {
  */
 export function isDefault(field, value) {
   if (field?.fallback == null) return value == null || (typeof value === 'object' && Object.keys(value).length === 0);
-  return same(value, field.fallback);
+  return areEqual(value, field.fallback);
 }
 
 /** Text for no value, where the default is a value. */
@@ -119,7 +120,7 @@ export const NONE = 'none';
  * Text of a value in its control; empty for a field that is not set.
  * @param {FormField} field @param {unknown} value
  */
-export function textOf(field, value) {
+export function formatValue(field, value) {
   if (value == null) return value === null && field.isNullable && field.fallback != null ? NONE : '';
   if (field.kind === 'list') return /** @type {string[]} */ (value).join('\n');
   if (field.kind === 'json') return JSON.stringify(value, null, 2);
@@ -132,7 +133,7 @@ export function textOf(field, value) {
  * Value of the text in a control, undefined for the default; throws `Error` with a sentence if it is none.
  * @param {FormField} field @param {string} text
  */
-export function valueOf(field, text) {
+export function parseValue(field, text) {
   const trimmed = text.trim();
   if (trimmed === '') return undefined;
   if (trimmed === NONE && field.isNullable && field.fallback != null) return null;
@@ -164,7 +165,7 @@ export function valueOf(field, text) {
  * @param {Record<string, unknown>} values Fields of the request beside the configuration; null or empty ones are left out.
  * @param {Record<string, unknown>} config Fields of the configuration that were set.
  */
-export function requestOf(values, config) {
+export function buildRequest(values, config) {
   const isSet = (/** @type {[string, unknown]} */ [, value]) =>
     value != null && value !== '' && !(Array.isArray(value) && value.length === 0);
   return { ...Object.fromEntries(Object.entries(values).filter(isSet)), config };
@@ -172,15 +173,18 @@ export function requestOf(values, config) {
 
 /**
  * YAML of a request, for `anneal run`. Texts are quoted as in JSON, which YAML includes.
- * @param {any} value @param {number} [depth]
+ * @param {Record<string, any>} fields @param {number} [depth]
  * @returns {string}
  */
-export function yamlOf(value, depth = 0) {
+export function formatYaml(fields, depth = 0) {
   const indent = '  '.repeat(depth);
-  return Object.entries(value)
-    .map(([name, one]) => {
-      const isNested = one !== null && typeof one === 'object' && !Array.isArray(one) && Object.keys(one).length > 0;
-      return isNested ? `${indent}${name}:\n${yamlOf(one, depth + 1)}` : `${indent}${name}: ${JSON.stringify(one)}\n`;
+  return Object.entries(fields)
+    .map(([name, value]) => {
+      const isNested =
+        value !== null && typeof value === 'object' && !Array.isArray(value) && Object.keys(value).length > 0;
+      return isNested
+        ? `${indent}${name}:\n${formatYaml(value, depth + 1)}`
+        : `${indent}${name}: ${JSON.stringify(value)}\n`;
     })
     .join('');
 }
@@ -189,7 +193,7 @@ export function yamlOf(value, depth = 0) {
  * Command that sends a request.
  * @param {string} origin @param {unknown} body
  */
-export function curlOf(origin, body) {
+export function formatCurl(origin, body) {
   // In single quotes a shell changes nothing; a quote itself is written outside of them.
   const json = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
   return `curl -X POST ${origin}/v1/runs \\\n  -H "Authorization: Bearer $ANNEAL_API_KEY" \\\n  -H "Content-Type: application/json" \\\n  -d '${json}'`;

@@ -27,25 +27,25 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
       error: null,
     }),
   );
-  const [again, setAgain] = useState(0);
+  const [reloadCount, setReloadCount] = useState(0);
   const latest = useRef(read);
   latest.current = read;
 
   useEffect(() => {
     if (key === null) return undefined;
-    const aborted = new AbortController();
+    const controller = new AbortController();
     /** @type {ReturnType<typeof setTimeout> | undefined} */
     let timer;
     let tries = 0;
-    const run = async () => {
+    const readData = async () => {
       try {
-        const data = await latest.current(aborted.signal);
-        if (aborted.signal.aborted) return;
+        const data = await latest.current(controller.signal);
+        if (controller.signal.aborted) return;
         tries = 0;
         setState({ key, data, error: null });
         if (everyMs) timer = setTimeout(whenVisible, everyMs);
       } catch (error) {
-        if (aborted.signal.aborted) return;
+        if (controller.signal.aborted) return;
         if (!(error instanceof ApiError)) throw error;
         setState((before) => ({ key, data: before.key === key || keep ? before.data : undefined, error }));
         if (!error.isTemporary) return;
@@ -54,23 +54,23 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
       }
     };
     const whenVisible = () => {
-      if (!document.hidden) run();
+      if (!document.hidden) readData();
       else document.addEventListener('visibilitychange', whenVisible, { once: true });
     };
-    run();
+    readData();
     return () => {
-      aborted.abort();
+      controller.abort();
       clearTimeout(timer);
       document.removeEventListener('visibilitychange', whenVisible);
     };
-  }, [key, again, everyMs]);
+  }, [key, reloadCount, everyMs]);
 
   const isCurrent = state.key === key;
   return {
     data: isCurrent || keep ? state.data : undefined,
     error: isCurrent ? state.error : null,
     isCurrent,
-    reload: () => setAgain((count) => count + 1),
+    reload: () => setReloadCount((count) => count + 1),
   };
 }
 
@@ -80,8 +80,8 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
  */
 export function useAction() {
   const [state, setState] = useState({ busy: false, error: /** @type {ApiError | null} */ (null) });
-  const alive = useRef(true);
-  useEffect(() => () => void (alive.current = false), []);
+  const isMounted = useRef(true);
+  useEffect(() => () => void (isMounted.current = false), []);
   return {
     ...state,
     clear: () => setState({ busy: false, error: null }),
@@ -89,14 +89,14 @@ export function useAction() {
       setState({ busy: true, error: null });
       try {
         await work();
-        if (alive.current) setState({ busy: false, error: null });
+        if (isMounted.current) setState({ busy: false, error: null });
       } catch (error) {
-        const shown =
+        const failure =
           error instanceof ApiError
             ? error
             : new ApiError(0, 'internal', `This page failed (${error}). Reload it, and try again.`);
-        if (alive.current) setState({ busy: false, error: shown });
-        if (shown !== error) throw error;
+        if (isMounted.current) setState({ busy: false, error: failure });
+        if (failure !== error) throw error;
       }
     },
   };

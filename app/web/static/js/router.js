@@ -1,7 +1,7 @@
 // Addresses: the page and its parameters, from the path, and the state of its view, from the query.
 
 import { computed, signal } from '../vendor/preact.js';
-import { match } from './addresses.js';
+import { matchRoute } from './addresses.js';
 
 const address = signal(typeof location === 'undefined' ? '/' : location.pathname + location.search);
 
@@ -16,7 +16,7 @@ export const query = computed(() => new URLSearchParams(address.value.split('?')
  * @param {string} to Path with query.
  * @param {{ replace?: boolean }} [how]
  */
-export function go(to, { replace = false } = {}) {
+export function navigate(to, { replace = false } = {}) {
   if (to === address.value) return;
   history[replace ? 'replaceState' : 'pushState'](null, '', to);
   address.value = location.pathname + location.search;
@@ -30,15 +30,15 @@ export function setQuery(changes) {
   const next = new URLSearchParams(query.value);
   for (const [name, value] of Object.entries(changes)) {
     next.delete(name);
-    for (const one of Array.isArray(value) ? value : [value])
-      if (one != null && one !== '') next.append(name, String(one));
+    for (const item of Array.isArray(value) ? value : [value])
+      if (item != null && item !== '') next.append(name, String(item));
   }
-  const text = next.toString();
-  go(path.value + (text && `?${text}`), { replace: true });
+  const nextQuery = next.toString();
+  navigate(path.value + (nextQuery && `?${nextQuery}`), { replace: true });
 }
 
 /** Follow the browser's history, and links of this site without loading the page anew. */
-export function start() {
+export function startRouter() {
   addEventListener('popstate', () => {
     address.value = location.pathname + location.search;
   });
@@ -54,10 +54,10 @@ export function start() {
       link.hasAttribute('download')
     )
       return;
-    if (link.origin !== location.origin || !match(link.pathname)) return;
+    if (link.origin !== location.origin || !matchRoute(link.pathname)) return;
     if (link.hash && link.pathname + link.search === address.value) return; // a place in this page
     event.preventDefault();
-    go(link.pathname + link.search);
+    navigate(link.pathname + link.search);
     scrollTo(0, 0);
   });
 }

@@ -5,9 +5,9 @@
 
 import { batch, signal } from '../vendor/preact.js';
 import { ApiError, get } from './api.js';
-import { append, emptySeries, truncate } from './curves.js';
-import { isOfLevel, LogWindow } from './log_window.js';
-import { connection, follow } from './stream.js';
+import { appendPoint, createSeries, truncateFrom } from './curves.js';
+import { hasLevel, LogWindow } from './log_window.js';
+import { connection, followStream } from './stream.js';
 
 const TYPES = /** @type {const} */ ([
   'status',
@@ -90,15 +90,15 @@ export class RunStore {
     this.samplesVersion = signal(0);
     /** @type {{ curves: Part, log: Part, history: Part }} */
     this.parts = { curves: { seq: 0, waiting: [] }, log: { seq: 0, waiting: [] }, history: { seq: 0, waiting: [] } };
-    this.aborted = new AbortController();
+    this.abortController = new AbortController();
     /** @type {ReturnType<typeof setTimeout> | undefined} */
-    this.renewal = undefined;
+    this.renewalTimer = undefined;
     /** @type {ReturnType<typeof setInterval> | undefined} */
-    this.clock = undefined;
+    this.renewalInterval = undefined;
     this.closeStream = () => {};
     /** The last change of the window of the log. */
-    this.logTurn = Promise.resolve();
-    this.frame = 0;
+    this.lastLogChange = Promise.resolve();
+    this.frameRequest = 0;
     /** @type {RunEvent[]} */
     this.queue = [];
   }
@@ -117,13 +117,13 @@ export class RunStore {
 
   /** Read the run, follow its stream, and read everything else. */
   async open() {
-    const isFound = await this.untilRead(
+    const isFound = await this.retryUntilRead(
       (error) => {
         this.error.value = error;
         if (error) connection.value = error.isTemporary ? 'lost' : 'off';
       },
       async () => {
-        this.run.value = await get(`/v1/runs/${this.id}`, {}, this.aborted.signal);
+        this.run.value = await get(`/v1/runs/${this.id}`, {}, this.abortController.signal);
       },
     );
     if (!isFound) return;
@@ -132,14 +132,17 @@ export class RunStore {
     this.id = run.id;
     if (!LIVE.has(run.status)) connection.value = 'ended';
     else
-      this.closeStream = follow({
+      this.closeStream = followStream({
         path: `/v1/runs/${this.id}/events`,
         after: run.last_seq,
         types: TYPES,
-        onEvent: (type, data) => this.receive({ ...data, type }),
+        onEvent: (type, data) => this.receiveEvent({ ...data, type }),
         onGone: () => (this.error.value = new ApiError(404, 'run_not_found', 'The run was deleted.')),
       });
-    this.clock = setInterval(() => this.isLive && !document.hidden && this.renew(0), RENEW_EVERY_MS);
+    this.renewalInterval = setInterval(
+      () => this.isLive && !document.hidden && this.scheduleRenewal(0),
+      RENEW_EVERY_MS,
+    );
     const parts = /** @type {[string, () => Promise<void>][]} */ ([
       ['curves', () => this.readCurves()],
       ['log lines', () => this.readLog()],
@@ -148,7 +151,7 @@ export class RunStore {
     ]);
     await Promise.all(
       parts.map(([name, read]) =>
-        this.untilRead((error) => {
+        this.retryUntilRead((error) => {
           const { [name]: _before, ...others } = this.failures.peek();
           this.failures.value = error ? { ...others, [name]: error } : others;
         }, read),
@@ -162,60 +165,60 @@ export class RunStore {
    * @param {() => Promise<void>} read
    * @returns {Promise<boolean>} True if it succeeded.
    */
-  async untilRead(show, read) {
+  async retryUntilRead(show, read) {
     for (let wait = FIRST_RETRY_MS; ; wait = Math.min(wait * 2, LAST_RETRY_MS)) {
       try {
         await read();
         show(null);
         return true;
       } catch (error) {
-        if (this.aborted.signal.aborted) return false;
+        if (this.abortController.signal.aborted) return false;
         const failure = error instanceof ApiError ? error : new ApiError(0, 'internal', `This page failed: ${error}.`);
         show(failure);
         if (!failure.isTemporary) return false;
         await new Promise((resolve) => setTimeout(resolve, wait));
-        if (this.aborted.signal.aborted) return false;
+        if (this.abortController.signal.aborted) return false;
       }
     }
   }
 
   close() {
-    this.aborted.abort();
+    this.abortController.abort();
     this.closeStream();
     connection.value = 'off';
-    clearTimeout(this.renewal);
-    clearInterval(this.clock);
-    cancelAnimationFrame(this.frame);
+    clearTimeout(this.renewalTimer);
+    clearInterval(this.renewalInterval);
+    cancelAnimationFrame(this.frameRequest);
   }
 
   async readCurves() {
     const part = this.parts.curves;
     // What waits since an earlier try is in the response.
     part.waiting = [];
-    const found = await get(
+    const curves = await get(
       `/v1/runs/${this.id}/metrics`,
       { max_points: READ_POINTS, clock: true },
-      this.aborted.signal,
+      this.abortController.signal,
     );
-    this.series = new Map(Object.entries(found.series));
-    this.timesOfSteps = found.clock;
-    this.release(part, found.last_seq);
+    this.series = new Map(Object.entries(curves.series));
+    this.timesOfSteps = curves.clock;
+    this.releaseEvents(part, curves.last_seq);
     this.curvesVersion.value += 1;
   }
 
   async readHistory() {
     this.parts.history.waiting = [];
-    const { signal: aborted } = this.aborted;
+    const { signal: abortSignal } = this.abortController;
     const path = `/v1/runs/${this.id}/history`;
-    const [found, configs] = await Promise.all([
-      get(path, { limit: MOST_READ_EVENTS }, aborted),
-      get(path, { types: 'config', limit: 1 }, aborted),
+    const [history, configs] = await Promise.all([
+      get(path, { limit: MOST_READ_EVENTS }, abortSignal),
+      get(path, { types: 'config', limit: 1 }, abortSignal),
     ]);
-    const events = /** @type {RunEvent[]} */ (found.data);
-    this.release(this.parts.history, events.at(-1)?.seq ?? 0, () => {
+    const events = /** @type {RunEvent[]} */ (history.data);
+    this.releaseEvents(this.parts.history, events.at(-1)?.seq ?? 0, () => {
       this.samples = events.filter((event) => event.type === 'sample');
       this.notes.value = events.filter((event) => event.type !== 'sample' && event.type !== 'eval');
-      this.hasOlderNotes.value = found.has_more;
+      this.hasOlderNotes.value = history.has_more;
       this.config = configs.data.at(-1) ?? null;
       this.samplesVersion.value += 1;
     });
@@ -225,12 +228,16 @@ export class RunStore {
   async readOlderNotes() {
     const before = this.notes.value[0]?.seq;
     if (before === undefined) return;
-    const found = await get(`/v1/runs/${this.id}/history`, { before, limit: MOST_READ_EVENTS }, this.aborted.signal);
-    const events = /** @type {RunEvent[]} */ (found.data).filter(
+    const history = await get(
+      `/v1/runs/${this.id}/history`,
+      { before, limit: MOST_READ_EVENTS },
+      this.abortController.signal,
+    );
+    const events = /** @type {RunEvent[]} */ (history.data).filter(
       (event) => event.type !== 'sample' && event.type !== 'eval',
     );
     this.notes.value = [...events, ...this.notes.value];
-    this.hasOlderNotes.value = found.has_more;
+    this.hasOlderNotes.value = history.has_more;
   }
 
   /**
@@ -240,8 +247,8 @@ export class RunStore {
   readLog(level) {
     return this.readLines(async (read) => {
       if (level !== undefined) this.logLevel.value = level;
-      const found = await read({});
-      this.log.reset(found.data, { hasOlder: found.has_more, isAtEnd: true });
+      const page = await read({});
+      this.log.reset(page.data, { hasOlder: page.has_more, isAtEnd: true });
     });
   }
 
@@ -250,8 +257,8 @@ export class RunStore {
     return this.readLines(async (read) => {
       const before = this.log.firstSeq;
       if (before === null || !this.log.hasOlder) return;
-      const found = await read({ before });
-      this.log.prepend(found.data, found.has_more);
+      const page = await read({ before });
+      this.log.prepend(page.data, page.has_more);
     });
   }
 
@@ -259,9 +266,9 @@ export class RunStore {
   readNewerLines() {
     return this.readLines(async (read) => {
       if (this.log.isAtEnd) return;
-      const found = await read({ after: this.log.lastSeq });
-      this.log.append(found.data);
-      this.log.isAtEnd = !found.has_more;
+      const page = await read({ after: this.log.lastSeq });
+      this.log.append(page.data);
+      this.log.isAtEnd = !page.has_more;
     });
   }
 
@@ -289,27 +296,27 @@ export class RunStore {
   readLines(change) {
     const part = this.parts.log;
     const path = `/v1/runs/${this.id}/logs/lines`;
-    const turn = this.logTurn.then(async () => {
+    const turn = this.lastLogChange.then(async () => {
       part.waiting ??= [];
       try {
         await change((range) =>
-          get(path, { ...range, level: this.logLevel.value, limit: LINES_AT_ONCE }, this.aborted.signal),
+          get(path, { ...range, level: this.logLevel.value, limit: LINES_AT_ONCE }, this.abortController.signal),
         );
       } finally {
-        this.release(part, Math.max(part.seq, this.log.isAtEnd ? this.log.lastSeq : 0));
+        this.releaseEvents(part, Math.max(part.seq, this.log.isAtEnd ? this.log.lastSeq : 0));
         this.logVersion.value += 1;
       }
     });
-    this.logTurn = turn.catch(() => {});
+    this.lastLogChange = turn.catch(() => {});
     return turn;
   }
 
   async readLists() {
-    const { signal: aborted } = this.aborted;
+    const { signal: abortSignal } = this.abortController;
     const [checkpoints, actions, attempts] = await Promise.all([
-      get(`/v1/runs/${this.id}/checkpoints`, { limit: 200 }, aborted),
-      get(`/v1/runs/${this.id}/actions`, { limit: 200 }, aborted),
-      get(`/v1/runs/${this.id}/attempts`, {}, aborted),
+      get(`/v1/runs/${this.id}/checkpoints`, { limit: 200 }, abortSignal),
+      get(`/v1/runs/${this.id}/actions`, { limit: 200 }, abortSignal),
+      get(`/v1/runs/${this.id}/attempts`, {}, abortSignal),
     ]);
     batch(() => {
       this.checkpoints.value = checkpoints.data;
@@ -319,17 +326,17 @@ export class RunStore {
   }
 
   /** Read the run and its lists again soon; several requests at once are one. */
-  renew(after = RENEW_AFTER_MS) {
-    if (this.renewal !== undefined) return;
-    this.renewal = setTimeout(async () => {
-      this.renewal = undefined;
+  scheduleRenewal(after = RENEW_AFTER_MS) {
+    if (this.renewalTimer !== undefined) return;
+    this.renewalTimer = setTimeout(async () => {
+      this.renewalTimer = undefined;
       try {
-        const run = await get(`/v1/runs/${this.id}`, {}, this.aborted.signal);
+        const run = await get(`/v1/runs/${this.id}`, {}, this.abortController.signal);
         this.run.value = run;
         await this.readLists();
       } catch (error) {
         // The stream tells the state of the connection; the next renewal tries again.
-        if (!(error instanceof ApiError) && !this.aborted.signal.aborted) throw error;
+        if (!(error instanceof ApiError) && !this.abortController.signal.aborted) throw error;
       }
     }, after);
   }
@@ -340,7 +347,7 @@ export class RunStore {
    * @param {number} seq The part is complete up to here.
    * @param {() => void} [show] Shows what was read.
    */
-  release(part, seq, show) {
+  releaseEvents(part, seq, show) {
     part.seq = seq;
     const waiting = part.waiting ?? [];
     part.waiting = null;
@@ -354,35 +361,35 @@ export class RunStore {
    * Take an event from the stream. Events are applied together, once for each frame of the screen.
    * @param {RunEvent} event
    */
-  receive(event) {
+  receiveEvent(event) {
     this.queue.push(event);
-    if (this.queue.length === 1) this.frame = requestAnimationFrame(() => this.drain());
+    if (this.queue.length === 1) this.frameRequest = requestAnimationFrame(() => this.applyQueuedEvents());
   }
 
-  drain() {
+  applyQueuedEvents() {
     const events = this.queue;
     this.queue = [];
-    batch(() => events.forEach((event) => this.apply(event)));
+    batch(() => events.forEach((event) => this.applyEvent(event)));
   }
 
   /** @param {RunEvent} event */
-  apply(event) {
+  applyEvent(event) {
     switch (event.type) {
       case 'metric':
       case 'eval':
-        this.addTo('curves', event, () =>
+        this.addToPart('curves', event, () =>
           event.type === 'metric' ? this.addMetric(event) : this.addEvaluation(event),
         );
         break;
       case 'log':
-        this.addTo('log', event, () => {
-          if (!this.log.isAtEnd || !isOfLevel(event.level, this.logLevel.value)) return;
+        this.addToPart('log', event, () => {
+          if (!this.log.isAtEnd || !hasLevel(event.level, this.logLevel.value)) return;
           this.log.append([/** @type {any} */ (event)]);
           this.logVersion.value += 1;
         });
         break;
       case 'sample':
-        this.addTo('history', event, () => {
+        this.addToPart('history', event, () => {
           this.samples = [...this.samples, event].slice(-MOST_SAMPLES);
           this.samplesVersion.value += 1;
         });
@@ -396,12 +403,12 @@ export class RunStore {
       case 'status':
         this.run.value = { ...this.run.value, status: event.to };
         this.progress.value = null;
-        this.note(event);
+        this.addNote(event);
         // A new attempt may start at an earlier step: its curves replace those of the attempt before from there on.
         if (event.to === 'running' && event.from === 'initializing') {
           this.rereadCurves();
         }
-        this.renew();
+        this.scheduleRenewal();
         break;
       case 'end':
       case 'checkpoint':
@@ -410,25 +417,25 @@ export class RunStore {
       case 'export':
       case 'pending':
       case 'error':
-        this.note(event);
-        this.renew();
+        this.addNote(event);
+        this.scheduleRenewal();
         break;
       case 'repair':
       case 'skipped_rows':
-        this.note(event);
+        this.addNote(event);
         break;
     }
   }
 
   /** Replacements of defaults that the device cannot honor, of the newest attempt. */
-  replaced() {
+  readReplacements() {
     const newest = this.notes.value.findLast((event) => event.type === 'config') ?? this.config;
     return newest?.replaced ?? [];
   }
 
   /** @param {RunEvent} event */
-  note(event) {
-    this.addTo('history', event, () => {
+  addNote(event) {
+    this.addToPart('history', event, () => {
       if (event.type === 'config') this.config = event;
       this.hasOlderNotes.value ||= this.notes.value.length >= MOST_NOTES;
       this.notes.value = [...this.notes.value, event].slice(-MOST_NOTES);
@@ -436,7 +443,7 @@ export class RunStore {
   }
 
   /** @param {'curves' | 'log' | 'history'} name @param {RunEvent} event @param {() => void} add */
-  addTo(name, event, add) {
+  addToPart(name, event, add) {
     const part = this.parts[name];
     if (part.waiting !== null) part.waiting.push({ event, add });
     else if (event.seq > part.seq) {
@@ -470,7 +477,7 @@ export class RunStore {
   dropLaterPass(step) {
     const last = this.series.get('loss')?.steps.at(-1);
     if (last === undefined || step > last) return;
-    for (const [name, series] of this.series) truncate(series, name.startsWith('eval.') ? step + 1 : step);
+    for (const [name, series] of this.series) truncateFrom(series, name.startsWith('eval.') ? step + 1 : step);
   }
 
   /** Read the curves again; events that arrive meanwhile wait. */
@@ -479,7 +486,7 @@ export class RunStore {
     this.parts.curves.waiting = [];
     this.readCurves().catch(() => {
       // What is shown stays, and the events that waited are added to it; the next attempt or surplus reads again.
-      if (!this.aborted.signal.aborted) this.release(this.parts.curves, this.parts.curves.seq);
+      if (!this.abortController.signal.aborted) this.releaseEvents(this.parts.curves, this.parts.curves.seq);
     });
   }
 
@@ -489,14 +496,14 @@ export class RunStore {
       if (typeof value === 'number' || value === null) this.addPoint(`eval.${name}`, event.step, value);
     }
     this.curvesVersion.value += 1;
-    this.renew();
+    this.scheduleRenewal();
   }
 
   /** @param {string} name @param {number} step @param {number | null} value */
   addPoint(name, step, value) {
     let series = this.series.get(name);
-    if (!series) this.series.set(name, (series = emptySeries()));
-    append(series, step, value);
+    if (!series) this.series.set(name, (series = createSeries()));
+    appendPoint(series, step, value);
   }
 
   /** @param {RunEvent} event */

@@ -1,9 +1,9 @@
 // The signed-in person: the session, whose cookie no script can read, and what its key may do.
 
 import { signal } from '../vendor/preact.js';
-import { ownAddress } from './addresses.js';
-import { call, get } from './api.js';
-import { go, path, query } from './router.js';
+import { sanitizeAddress } from './addresses.js';
+import { sendRequest, get } from './api.js';
+import { navigate, path, query } from './router.js';
 
 /** @typedef {{ key_id: string, name: string, scopes: string[], expires_at: string | null }} Session */
 
@@ -11,7 +11,7 @@ import { go, path, query } from './router.js';
 export const session = signal(/** @type {Session | null} */ (null));
 
 /** Read the session; leads to the page for signing in if there is none. */
-export async function read() {
+export async function readSession() {
   session.value = await get('/v1/session').catch((error) => {
     if (error.status === 401) return null;
     throw error;
@@ -21,15 +21,15 @@ export async function read() {
 
 /** @param {{ key: string } | { link: string }} credentials */
 export async function signIn(credentials) {
-  session.value = await call('POST', '/v1/session', { body: credentials });
+  session.value = await sendRequest('POST', '/v1/session', { body: credentials });
 }
 
 export async function signOut() {
-  await call('DELETE', '/v1/session').catch((error) => {
+  await sendRequest('DELETE', '/v1/session').catch((error) => {
     if (error.status !== 401) throw error; // the session has ended already
   });
   session.value = null;
-  go('/login');
+  navigate('/login');
 }
 
 /** Show the page for signing in, which leads back to the present address. */
@@ -37,14 +37,14 @@ export function askToSignIn() {
   session.value = null;
   if (path.value === '/login') return;
   const here = location.pathname + location.search;
-  go(here === '/' ? '/login' : `/login?next=${encodeURIComponent(here)}`, { replace: true });
+  navigate(here === '/' ? '/login' : `/login?next=${encodeURIComponent(here)}`, { replace: true });
 }
 
 /** Address to show after signing in: a path of this site, never another one. */
-export const nextAddress = () => ownAddress(query.value.get('next'));
+export const nextAddress = () => sanitizeAddress(query.value.get('next'));
 
 /** @param {'read' | 'write' | 'admin'} scope */
-export function may(scope) {
+export function hasScope(scope) {
   const scopes = session.value?.scopes ?? [];
   return scopes.includes(scope) || scopes.includes('admin');
 }

@@ -1,7 +1,7 @@
 // The event stream of this tab. There is one at a time: browsers allow six connections to a host over HTTP/1.1.
 
 import { signal } from '../vendor/preact.js';
-import { ApiError, get, queryText } from './api.js';
+import { ApiError, get, formatQuery } from './api.js';
 
 /** State of the stream: `live`, `connecting`, `lost` (it is tried again), `ended`, or `off`. */
 export const connection = signal(/** @type {'off' | 'connecting' | 'live' | 'lost' | 'ended'} */ ('off'));
@@ -19,21 +19,21 @@ const LAST_RETRY_MS = 15_000;
  */
 
 /** @type {TabStream | null} */
-let open = null;
+let openStream = null;
 
 /**
  * Open the stream of this tab, in the place of the one before.
  * @param {StreamOptions} options
  * @returns {() => void} Closes it.
  */
-export function follow(options) {
-  open?.stop();
-  const mine = new TabStream(options);
-  open = mine;
+export function followStream(options) {
+  openStream?.stop();
+  const stream = new TabStream(options);
+  openStream = stream;
   return () => {
-    mine.stop();
-    if (open === mine) {
-      open = null;
+    stream.stop();
+    if (openStream === stream) {
+      openStream = null;
       connection.value = 'off';
     }
   };
@@ -53,29 +53,29 @@ class TabStream {
     /** @type {ReturnType<typeof setTimeout> | undefined} */
     this.timer = undefined;
     this.tries = 0;
-    this.over = false;
-    this.onVisibility = () => (document.hidden ? this.release() : this.connect());
-    document.addEventListener('visibilitychange', this.onVisibility);
+    this.isStopped = false;
+    this.onVisibilityChange = () => (document.hidden ? this.closeSource() : this.connect());
+    document.addEventListener('visibilitychange', this.onVisibilityChange);
     if (!document.hidden) this.connect();
   }
 
   stop() {
-    this.over = true;
-    document.removeEventListener('visibilitychange', this.onVisibility);
-    this.release();
+    this.isStopped = true;
+    document.removeEventListener('visibilitychange', this.onVisibilityChange);
+    this.closeSource();
   }
 
-  release() {
+  closeSource() {
     clearTimeout(this.timer);
     this.source?.close();
     this.source = null;
   }
 
   connect() {
-    if (this.over || this.source) return;
+    if (this.isStopped || this.source) return;
     clearTimeout(this.timer);
     const { path, types } = this.options;
-    const source = new EventSource(path + queryText({ after: this.cursor, types: types.join(',') }));
+    const source = new EventSource(path + formatQuery({ after: this.cursor, types: types.join(',') }));
     this.source = source;
     if (connection.value !== 'lost') connection.value = 'connecting';
     source.onopen = () => {
@@ -84,19 +84,19 @@ class TabStream {
     };
     source.onerror = () => {
       // The browser retries a broken connection by itself, and gives up on an error response.
-      if (source.readyState === EventSource.CLOSED) this.retry(source);
+      if (source.readyState === EventSource.CLOSED) this.reconnect(source);
       else if (this.source === source) connection.value = 'lost';
     };
     for (const type of [...types, 'end', 'truncated', 'cursor']) {
       source.addEventListener(type, (event) => {
         // The browser reports a broken connection under the name of the run's event `error`, without data.
-        if (event instanceof MessageEvent) this.receive(source, type, event);
+        if (event instanceof MessageEvent) this.receiveMessage(source, type, event);
       });
     }
   }
 
   /** @param {EventSource} source @param {string} type @param {MessageEvent} message */
-  receive(source, type, message) {
+  receiveMessage(source, type, message) {
     if (this.source !== source) return;
     const number = Number(message.lastEventId);
     if (this.cursor !== null && number <= this.cursor && type !== 'truncated') return;
@@ -109,16 +109,21 @@ class TabStream {
   }
 
   /** @param {EventSource} source */
-  async retry(source) {
+  async reconnect(source) {
     if (this.source !== source) return;
-    this.release();
+    this.closeSource();
     connection.value = 'lost';
     const wait = Math.min(FIRST_RETRY_MS * 2 ** this.tries, LAST_RETRY_MS) * (0.75 + Math.random() / 2);
     this.tries += 1;
     // An EventSource does not say why it ended: 401 leads to the page for signing in, 404 means that the run is gone.
     try {
-      const rest = await get(this.options.path, { follow: false, types: 'end', after: this.cursor, format: 'ndjson' });
-      if (rest === null) {
+      const remaining = await get(this.options.path, {
+        follow: false,
+        types: 'end',
+        after: this.cursor,
+        format: 'ndjson',
+      });
+      if (remaining === null) {
         // 204: the run has ended, and everything was read.
         this.stop();
         connection.value = 'ended';
@@ -132,6 +137,6 @@ class TabStream {
         return;
       }
     }
-    if (!this.over && !document.hidden) this.timer = setTimeout(() => this.connect(), wait);
+    if (!this.isStopped && !document.hidden) this.timer = setTimeout(() => this.connect(), wait);
   }
 }

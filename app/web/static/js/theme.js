@@ -4,26 +4,26 @@ import { effect, signal } from '../vendor/preact.js';
 
 /** @typedef {'auto' | 'light' | 'dark'} Theme */
 
-const NAME = 'anneal.theme';
+const STORAGE_KEY = 'anneal.theme';
 
 /** @returns {Theme} */
-function stored() {
-  const found = localStorage.getItem(NAME);
-  return found === 'light' || found === 'dark' ? found : 'auto';
+function readStoredTheme() {
+  const storedTheme = localStorage.getItem(STORAGE_KEY);
+  return storedTheme === 'light' || storedTheme === 'dark' ? storedTheme : 'auto';
 }
 
-export const theme = signal(stored());
+export const theme = signal(readStoredTheme());
 
 /** Changes whenever the colors of the page do; charts are drawn anew then. */
 export const palette = signal(0);
 
-/** @param {Theme} chosen */
-export function choose(chosen) {
-  localStorage.setItem(NAME, chosen);
-  theme.value = chosen;
+/** @param {Theme} selected */
+export function chooseTheme(selected) {
+  localStorage.setItem(STORAGE_KEY, selected);
+  theme.value = selected;
 }
 
-export function start() {
+export function startTheme() {
   effect(() => {
     if (theme.value === 'auto') delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme.value;

@@ -1,18 +1,18 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { match, ownAddress } from '../../../../app/web/static/js/addresses.js';
+import { matchRoute, sanitizeAddress } from '../../../../app/web/static/js/addresses.js';
 
 test('addresses name pages', () => {
-  assert.deepEqual(match('/'), { name: 'runs', params: {} });
-  assert.deepEqual(match('/runs/run_1/'), { name: 'run', params: { id: 'run_1' } });
-  assert.deepEqual(match('/datasets/a%2Fb'), { name: 'datasets', params: { id: 'a/b' } });
+  assert.deepEqual(matchRoute('/'), { name: 'runs', params: {} });
+  assert.deepEqual(matchRoute('/runs/run_1/'), { name: 'run', params: { id: 'run_1' } });
+  assert.deepEqual(matchRoute('/datasets/a%2Fb'), { name: 'datasets', params: { id: 'a/b' } });
   for (const other of ['/docs', '/runs', '/runs/', '/runs/a/b', '/runs/%E0%A4%A', '/login/x', '//']) {
-    assert.equal(match(other)?.name ?? null, other === '//' ? 'runs' : null, other);
+    assert.equal(matchRoute(other)?.name ?? null, other === '//' ? 'runs' : null, other);
   }
 });
 
 test('signing in leads to an address of this site only', () => {
-  assert.equal(ownAddress('/runs/run_1?tab=log'), '/runs/run_1?tab=log');
+  assert.equal(sanitizeAddress('/runs/run_1?tab=log'), '/runs/run_1?tab=log');
   for (const foreign of [
     'https://evil.example',
     '//evil.example',
@@ -22,6 +22,6 @@ test('signing in leads to an address of this site only', () => {
     null,
     '/\t/evil.example',
   ]) {
-    assert.equal(ownAddress(foreign), '/', String(foreign));
+    assert.equal(sanitizeAddress(foreign), '/', String(foreign));
   }
 });

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { factsOf, plansOf } from '../../../../app/web/static/js/run/facts.js';
+import { collectFacts, describePlans } from '../../../../app/web/static/js/run/facts.js';
 
 const GIB = 2 ** 30;
 const PLAN = {
@@ -19,10 +19,10 @@ const PLAN = {
 };
 
 /** @param {object} facts @param {object | null} [effective] */
-const shown = (facts, effective = null) => Object.fromEntries(factsOf({ facts, effective_config: effective }));
+const shown = (facts, effective = null) => Object.fromEntries(collectFacts({ facts, effective_config: effective }));
 
 test('facts name what computes each part, and only parts that the trainer reported', () => {
-  assert.deepEqual(factsOf({ facts: null, effective_config: null }), []);
+  assert.deepEqual(collectFacts({ facts: null, effective_config: null }), []);
   assert.deepEqual(shown({ device: 'cpu', attention: 'sdpa' }), { Device: 'cpu', Kernels: 'attention sdpa' });
   const cudnn = 'varlen (cudnn for texts of 4096 tokens)';
   assert.deepEqual(shown({ attention: 'varlen', kernels: { attention: cudnn } }), { Kernels: `attention ${cudnn}` });
@@ -73,14 +73,14 @@ test('the planned step comes before its alternatives, which have as many rows', 
     '2 rows × 2 micro-batches, 10 of 36 layers recomputed, measured peak 41.2 of 70.7 GiB, 1.457 s',
   );
   assert.deepEqual(
-    plansOf(PLAN).map((plan) => Object.values(plan).join(' | ')),
+    describePlans(PLAN).map((plan) => Object.values(plan).join(' | ')),
     [
       '2 rows × 2 micro-batches | 10 | 41.2 | 1.457 | chosen, measured',
       '4 rows × 1 micro-batch | 30 | 68.4 | 1.61 | predicted',
       '1 row × 4 micro-batches | 0 | 38.0 | 1.9 | predicted',
     ],
   );
-  assert.deepEqual(plansOf(undefined), []);
+  assert.deepEqual(describePlans(undefined), []);
 });
 
 test('a planned step that did not fit says so', () => {
@@ -96,5 +96,5 @@ test('a planned step that did not fit says so', () => {
     shown({ step_plan: plan })['Planned step'],
     '2 rows × 2 micro-batches, 36 of 36 layers recomputed, measured peak above 70.7 GiB, may run out of memory',
   );
-  assert.equal(plansOf(plan)[0].peak, '–');
+  assert.equal(describePlans(plan)[0].peak, '–');
 });

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { LogWindow, marked, rowsInSight } from '../../../../app/web/static/js/log_window.js';
+import { LogWindow, splitAtMatches, computeRowsInSight } from '../../../../app/web/static/js/log_window.js';
 
 const lines = (from, to) =>
   Array.from({ length: to - from + 1 }, (_, index) => ({ seq: from + index, line: `line ${from + index}` }));
@@ -36,14 +36,14 @@ test('live lines do not push those in sight out of a full window', () => {
 });
 
 test('rows in sight are those of the view and a few around it', () => {
-  assert.deepEqual(rowsInSight(1000, 18, 1800, 180), [90, 120]);
-  assert.deepEqual(rowsInSight(5, 18, 0, 180), [0, 5]);
-  assert.deepEqual(rowsInSight(0, 18, 500, 180), [0, 0]);
+  assert.deepEqual(computeRowsInSight(1000, 18, 1800, 180), [90, 120]);
+  assert.deepEqual(computeRowsInSight(5, 18, 0, 180), [0, 5]);
+  assert.deepEqual(computeRowsInSight(0, 18, 500, 180), [0, 0]);
 });
 
 test('matches of a search are told apart', () => {
-  const parts = (line, wanted) =>
-    marked(line, wanted)
+  const parts = (line, search) =>
+    splitAtMatches(line, search)
       .map((part) => (part.isMatch ? `[${part.text}]` : part.text))
       .join('');
   assert.equal(parts('loss 1 loss', 'loss'), '[loss] 1 [loss]');

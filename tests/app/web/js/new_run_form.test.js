@@ -1,19 +1,19 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
 import {
-  curlOf,
-  fieldOf,
-  groupsOf,
+  formatCurl,
+  readField,
+  readGroups,
   isDefault,
-  requestOf,
-  same,
-  textOf,
-  valueOf,
-  yamlOf,
+  buildRequest,
+  areEqual,
+  formatValue,
+  parseValue,
+  formatYaml,
 } from '../../../../app/web/static/js/new_run_form.js';
 
 test('fields follow from the schema', () => {
-  const kind = (property, definitions = {}) => fieldOf('x', property, definitions).kind;
+  const kind = (property, definitions = {}) => readField('x', property, definitions).kind;
   assert.equal(kind({ type: 'integer' }), 'integer');
   assert.equal(kind({ anyOf: [{ type: 'integer' }, { type: 'string', pattern: '…' }, { type: 'null' }] }), 'amount');
   assert.equal(kind({ enum: ['a', 'b'], type: 'string' }), 'choice');
@@ -27,7 +27,7 @@ test('groups have their fields in the order of the schema', () => {
     a: { type: 'integer', default: 1, minimum: 0, description: 'About a.' },
     b: { anyOf: [{ $ref: '#/$defs/B' }, { type: 'null' }], default: null },
   };
-  const groups = groupsOf({
+  const groups = readGroups({
     properties,
     $defs: { B: { enum: ['x', 'y'], type: 'string' } },
     'x-groups': { Second: ['b'], First: ['a'] },
@@ -51,32 +51,37 @@ test('an object with all its defaults is not set, in any order of its fields', (
     {
       fields: [dpo],
     },
-  ] = groupsOf({ properties, $defs, 'x-groups': { All: ['dpo'] } });
+  ] = readGroups({ properties, $defs, 'x-groups': { All: ['dpo'] } });
   assert.ok(isDefault(dpo, { loss_type: 'sigmoid', beta: 0.1 }) && !isDefault(dpo, { loss_type: 'ipo', beta: 0.1 }));
   assert.ok(
-    same({ a: [1, { c: 2, b: 3 }] }, { a: [1, { b: 3, c: 2 }] }) && !same([1, 2], [2, 1]) && same(null, undefined),
+    areEqual({ a: [1, { c: 2, b: 3 }] }, { a: [1, { b: 3, c: 2 }] }) &&
+      !areEqual([1, 2], [2, 1]) &&
+      areEqual(null, undefined),
   );
 });
 
 test('texts become values, and values the same texts', () => {
   const field = (kind) => ({ name: 'x', kind, description: '', fallback: null, isNullable: true, choices: [] });
-  assert.equal(valueOf(field('number'), '2e-4'), 2e-4);
-  assert.equal(valueOf(field('number'), ''), undefined, 'not set');
+  assert.equal(parseValue(field('number'), '2e-4'), 2e-4);
+  assert.equal(parseValue(field('number'), ''), undefined, 'not set');
   const rank = { ...field('integer'), fallback: 16 };
-  assert.equal(valueOf(rank, 'none'), null, 'a default can be replaced by no value');
-  assert.deepEqual([textOf(rank, null), textOf(rank, undefined), textOf(field('integer'), null)], ['none', '', '']);
-  assert.equal(valueOf(field('amount'), '1k'), '1k');
-  assert.equal(valueOf(field('amount'), '100'), 100);
-  assert.deepEqual(valueOf(field('list'), ' a \n\n b'), ['a', 'b']);
-  assert.throws(() => valueOf(field('integer'), '1.5'), /whole number/);
-  assert.throws(() => valueOf(field('json'), '{'), /not JSON/);
-  assert.equal(textOf(field('number'), 2e-4), '2e-4');
+  assert.equal(parseValue(rank, 'none'), null, 'a default can be replaced by no value');
+  assert.deepEqual(
+    [formatValue(rank, null), formatValue(rank, undefined), formatValue(field('integer'), null)],
+    ['none', '', ''],
+  );
+  assert.equal(parseValue(field('amount'), '1k'), '1k');
+  assert.equal(parseValue(field('amount'), '100'), 100);
+  assert.deepEqual(parseValue(field('list'), ' a \n\n b'), ['a', 'b']);
+  assert.throws(() => parseValue(field('integer'), '1.5'), /whole number/);
+  assert.throws(() => parseValue(field('json'), '{'), /not JSON/);
+  assert.equal(formatValue(field('number'), 2e-4), '2e-4');
   assert.ok(isDefault({ ...field('number'), fallback: 3 }, 3) && !isDefault(field('number'), 3));
 });
 
 test('requests have only what was set, as YAML and for a shell', () => {
-  const body = requestOf({ name: '', dataset_id: 'ds_1', tags: [] }, { base_model: "it's", dpo: { beta: 0.1 } });
+  const body = buildRequest({ name: '', dataset_id: 'ds_1', tags: [] }, { base_model: "it's", dpo: { beta: 0.1 } });
   assert.deepEqual(body, { dataset_id: 'ds_1', config: { base_model: "it's", dpo: { beta: 0.1 } } });
-  assert.equal(yamlOf(body), 'dataset_id: "ds_1"\nconfig:\n  base_model: "it\'s"\n  dpo:\n    beta: 0.1\n');
-  assert.ok(curlOf('http://h', body).includes(`it'\\''s`));
+  assert.equal(formatYaml(body), 'dataset_id: "ds_1"\nconfig:\n  base_model: "it\'s"\n  dpo:\n    beta: 0.1\n');
+  assert.ok(formatCurl('http://h', body).includes(`it'\\''s`));
 });

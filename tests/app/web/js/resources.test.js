@@ -1,14 +1,14 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { resourcesOf } from '../../../../app/web/static/js/run/resources.js';
+import { describeResources } from '../../../../app/web/static/js/run/resources.js';
 
-const ASKED = { devices: 1, hosts: 1, gpu: null, memory_mb: null, labels: [] };
+const RESOURCES = { devices: 1, hosts: 1, gpu: null, memory_mb: null, labels: [] };
 
-/** @param {object} [asked] @param {object} [needs] */
-const text = (asked = {}, needs = {}) => {
-  const { devices, conditions } = resourcesOf({
-    resources: { ...ASKED, ...asked },
-    requirements: { sequence_parallel: 1, expert_parallel: 1, ...needs },
+/** @param {object} [resources] @param {object} [requirements] */
+const text = (resources = {}, requirements = {}) => {
+  const { devices, conditions } = describeResources({
+    resources: { ...RESOURCES, ...resources },
+    requirements: { sequence_parallel: 1, expert_parallel: 1, ...requirements },
   });
   return [devices, ...conditions].join(', ');
 };

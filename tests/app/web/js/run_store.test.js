@@ -47,12 +47,12 @@ function service(more = {}) {
     attempts: () => json({ data: [] }),
     ...more,
   };
-  const asked = [];
+  const requests = [];
   globalThis.fetch = async (url) => {
-    asked.push(url);
+    requests.push(url);
     return answers[url.split('?')[0].split('/').at(-1)](url);
   };
-  return { answers, asked };
+  return { answers, requests };
 }
 
 const until = async (isTrue, what) => {
@@ -123,11 +123,11 @@ test('after a rewind no point of the earlier pass is left', async () => {
 });
 
 test('a log of one level shows live lines of that level only', async () => {
-  const { asked } = service();
+  const { requests } = service();
   const store = new RunStore('run_1');
   await store.open();
   await store.readLog('warning');
-  assert.ok(asked.at(-1).includes('level=warning'));
+  assert.ok(requests.at(-1).includes('level=warning'));
   for (const [seq, level] of [
     [11, 'info'],
     [12, 'warning'],

@@ -1,10 +1,10 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { apart } from '../../../../app/web/static/js/run/timeline.js';
+import { separateMarks } from '../../../../app/web/static/js/run/timeline.js';
 
 test('marks do not lie over each other, and the best of them is shown', () => {
   const mark = (kind, at) => ({ kind, at, about: `${kind} at ${at}` });
-  const shown = apart(
+  const shown = separateMarks(
     [mark('checkpoint', 0), mark('checkpoint', 5), mark('best', 8), mark('checkpoint', 40), mark('lost', 100)],
     10,
   );

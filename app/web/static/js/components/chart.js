@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from '../../vendor/preact.js';
 import uPlot from '../../vendor/uplot.js';
-import { align, lastValue, smooth } from '../curves.js';
+import { alignCurves, findLastValue, smoothValues } from '../curves.js';
 import { significant, tickLabels } from '../format.js';
 import { palette } from '../theme.js';
 
@@ -29,7 +29,7 @@ export const colorOf = (index) => `--c${(index % COLORS) + 1}`;
  * A canvas knows no custom properties and no `light-dark()`: an element resolves them.
  * @param {string} name
  */
-function resolved(name) {
+function resolveColor(name) {
   const probe = document.body.appendChild(Object.assign(document.createElement('i'), { hidden: true }));
   probe.style.color = `var(${name})`;
   const color = getComputedStyle(probe).color;
@@ -62,66 +62,66 @@ export function LineChart({
   actions,
 }) {
   const box = useRef(/** @type {HTMLElement | null} */ (null));
-  const [at, setAt] = useState(/** @type {number | null} */ (null));
+  const [cursorIndex, setCursorIndex] = useState(/** @type {number | null} */ (null));
   const chart = useRef(/** @type {Drawing | null} */ (null));
   const shownZoom = useRef(String(zoom));
   const colors = palette.value;
   // Smoothed curves are drawn over their points.
-  const shown = curves.flatMap((curve) =>
+  const drawnCurves = curves.flatMap((curve) =>
     smoothing > 0 && !curve.dots
       ? [
           { ...curve, faint: true },
-          { ...curve, y: smooth(curve.y, smoothing) },
+          { ...curve, y: smoothValues(curve.y, smoothing) },
         ]
       : [curve],
   );
-  const { x, ys } = align(shown);
-  const look = JSON.stringify([
+  const { x, ys } = alignCurves(drawnCurves);
+  const appearance = JSON.stringify([
     colors,
     logScale,
     shape,
-    shown.map((one) => [one.name, one.color, one.dots, 'faint' in one]),
+    drawnCurves.map((curve) => [curve.name, curve.color, curve.dots, 'faint' in curve]),
   ]);
 
   useEffect(() => {
     const drawing = new Drawing(/** @type {HTMLElement} */ (box.current), {
-      shown,
+      shown: drawnCurves,
       logScale,
       isWide: shape === 'wide',
       group,
       ticks,
-      onCursor: setAt,
+      onCursor: setCursorIndex,
     });
     chart.current = drawing;
     drawing.onZoom = onZoom;
-    drawing.show([x, ...ys], marks, zoom ?? extent, true);
+    drawing.showData([x, ...ys], marks, zoom ?? extent, true);
     return () => drawing.destroy();
-  }, [look]);
+  }, [appearance]);
   useEffect(() => {
     if (!chart.current) return;
     chart.current.onZoom = onZoom;
     const zoomText = String(zoom);
-    chart.current.show([x, ...ys], marks, zoom ?? extent, zoomText !== shownZoom.current);
+    chart.current.showData([x, ...ys], marks, zoom ?? extent, zoomText !== shownZoom.current);
     shownZoom.current = zoomText;
   });
 
-  const index = at ?? x.length - 1;
-  const values = shown.flatMap((curve, number) =>
-    'faint' in curve ? [] : [{ ...curve, value: lastValue(ys[number], index) }],
+  const index = cursorIndex ?? x.length - 1;
+  const values = drawnCurves.flatMap((curve, number) =>
+    'faint' in curve ? [] : [{ ...curve, value: findLastValue(ys[number], index) }],
   );
   return html`<figure
     class=${`chart ${shape}`}
-    aria-label=${`${title}: ${values.map((one) => `${one.name} ${format(one.value)}`).join(', ')}`}
+    aria-label=${`${title}: ${values.map((curve) => `${curve.name} ${format(curve.value)}`).join(', ')}`}
   >
     <header>
       <h2>${title}</h2>
       <div class="vals">
-        ${at != null && x[at] != null && html`<span>${position(x[at])}</span>`}
+        ${cursorIndex != null && x[cursorIndex] != null && html`<span>${position(x[cursorIndex])}</span>`}
         ${values.length <= 3 &&
         values.map(
-          (one) => html`<span style=${{ '--k': `var(${one.color})` }}>
-            ${values.length > 1 && html`<i></i>${one.name} `}
-            <b>${format(one.value)}</b>
+          (curve) => html`<span style=${{ '--k': `var(${curve.color})` }}>
+            ${values.length > 1 && html`<i></i>${curve.name} `}
+            <b>${format(curve.value)}</b>
           </span>`,
         )}
       </div>
@@ -132,13 +132,13 @@ export function LineChart({
 }
 
 /** Distances between the ticks of the horizontal axis. */
-const PARTS = Array.from({ length: 24 }, (_, index) => 10 ** (index - 9)).flatMap((unit) => [
+const TICK_DISTANCES = Array.from({ length: 24 }, (_, index) => 10 ** (index - 9)).flatMap((unit) => [
   unit,
   2 * unit,
   2.5 * unit,
   5 * unit,
 ]);
-const WHOLE = PARTS.filter(Number.isInteger);
+const WHOLE_TICK_DISTANCES = TICK_DISTANCES.filter(Number.isInteger);
 
 /** The canvas of a chart. Data that arrives faster than it is drawn, or out of sight, waits. */
 class Drawing {
@@ -158,14 +158,18 @@ class Drawing {
     this.onZoom = undefined;
     this.isInSight = false;
     this.isStale = true;
-    this.drawn = -Infinity;
+    this.drawnAt = -Infinity;
     /** @type {ReturnType<typeof setTimeout> | undefined} */
     this.timer = undefined;
-    this.marksColors = { attempt: resolved('--bad'), action: resolved('--violet'), repair: resolved('--warn') };
-    this.surface = resolved('--surface');
+    this.marksColors = {
+      attempt: resolveColor('--bad'),
+      action: resolveColor('--violet'),
+      repair: resolveColor('--warn'),
+    };
+    this.surface = resolveColor('--surface');
     this.isWide = isWide;
-    const ink = resolved('--faint');
-    const grid = resolved('--grid');
+    const ink = resolveColor('--faint');
+    const grid = resolveColor('--grid');
     const family = getComputedStyle(document.body).fontFamily;
     const axis = { stroke: ink, font: `11px ${family}`, grid: { stroke: grid, width: 1 }, ticks: { show: false } };
     this.font = family;
@@ -190,7 +194,7 @@ class Drawing {
         hooks: {
           draw: [() => this.drawMarks()],
           setCursor: [(/** @type {any} */ plot) => onCursor(plot.cursor.idx ?? null)],
-          setSelect: [(/** @type {any} */ plot) => this.select(plot)],
+          setSelect: [(/** @type {any} */ plot) => this.zoomToSelection(plot)],
         },
         scales: {
           x: {
@@ -219,9 +223,10 @@ class Drawing {
             ...axis,
             size: 26,
             gap: 4,
-            incrs: () => (this.hasWholeSteps() ? WHOLE : PARTS),
+            incrs: () => (this.hasWholeSteps() ? WHOLE_TICK_DISTANCES : TICK_DISTANCES),
             space: isWide ? 70 : 48,
-            values: (/** @type {any} */ _plot, /** @type {number[]} */ at) => (ticks ? at.map(ticks) : tickLabels(at)),
+            values: (/** @type {any} */ _plot, /** @type {number[]} */ positions) =>
+              ticks ? positions.map(ticks) : tickLabels(positions),
           },
           {
             ...axis,
@@ -229,18 +234,18 @@ class Drawing {
               Math.max(50, ...(labels ?? []).map((label) => 12 + 6.2 * label.length)),
             gap: 6,
             space: 34,
-            values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ at) => tickLabels(at),
+            values: (/** @type {any} */ _plot, /** @type {(number | null)[]} */ positions) => tickLabels(positions),
           },
         ],
         series: [
           {},
           ...shown.map((curve) => ({
             label: curve.name,
-            stroke: resolved(curve.color),
+            stroke: resolveColor(curve.color),
             width: curve.faint ? 1 : curve.dots ? 1.5 : 1.75,
             alpha: curve.faint ? 0.28 : 1,
             spanGaps: true,
-            points: curve.dots ? { show: true, size: 6, fill: resolved(curve.color), width: 0 } : { show: false },
+            points: curve.dots ? { show: true, size: 6, fill: resolveColor(curve.color), width: 0 } : { show: false },
           })),
         ],
       },
@@ -248,17 +253,17 @@ class Drawing {
       box,
     );
     this.plot.over.addEventListener('dblclick', () => this.onZoom?.(null));
-    this.sized = new ResizeObserver(() => {
+    this.resizeObserver = new ResizeObserver(() => {
       if (box.clientWidth && (this.plot.width !== box.clientWidth || this.plot.height !== box.clientHeight)) {
         this.plot.setSize({ width: box.clientWidth, height: box.clientHeight });
       }
     });
-    this.sized.observe(box);
-    this.seen = new IntersectionObserver(([entry]) => {
+    this.resizeObserver.observe(box);
+    this.intersectionObserver = new IntersectionObserver(([entry]) => {
       this.isInSight = entry.isIntersecting;
-      this.schedule();
+      this.scheduleDraw();
     });
-    this.seen.observe(box);
+    this.intersectionObserver.observe(box);
   }
 
   /**
@@ -267,19 +272,19 @@ class Drawing {
    * @param {[number, number] | null} range
    * @param {boolean} isAtOnce True after a change by hand, which does not wait for its turn.
    */
-  show(data, marks, range, isAtOnce) {
+  showData(data, marks, range, isAtOnce) {
     Object.assign(this, { data, marks, range, isStale: true });
-    if (isAtOnce) this.drawn = -Infinity;
-    this.schedule();
+    if (isAtOnce) this.drawnAt = -Infinity;
+    this.scheduleDraw();
   }
 
-  schedule() {
+  scheduleDraw() {
     if (!this.isStale || !this.isInSight || this.timer !== undefined) return;
-    const wait = Math.max(0, this.drawn + DRAW_EVERY_MS - performance.now());
+    const wait = Math.max(0, this.drawnAt + DRAW_EVERY_MS - performance.now());
     this.timer = setTimeout(() => {
       this.timer = undefined;
       if (!this.isInSight) return;
-      this.drawn = performance.now();
+      this.drawnAt = performance.now();
       this.isStale = false;
       this.plot.setData(this.data, true);
     }, wait);
@@ -292,7 +297,7 @@ class Drawing {
   }
 
   /** @param {any} plot */
-  select(plot) {
+  zoomToSelection(plot) {
     const { left, width } = plot.select;
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
     if (width < 4) return;
@@ -309,12 +314,12 @@ class Drawing {
     context.font = `${10.5 * ratio}px ${this.font}`;
     context.textBaseline = 'top';
     /** Right end of the last label of each line of labels. @type {number[]} */
-    const ends = Array.from({ length: MARK_LINES }, () => -Infinity);
-    const inSight = this.marks
+    const labelEnds = Array.from({ length: MARK_LINES }, () => -Infinity);
+    const marksInSight = this.marks
       .map((mark) => ({ ...mark, left: plot.valToPos(mark.at, 'x', true) }))
       .filter(({ left }) => left >= plot.bbox.left && left <= right)
-      .toSorted((one, other) => one.left - other.left);
-    for (const { kind, left } of inSight) {
+      .toSorted((first, second) => first.left - second.left);
+    for (const { kind, left } of marksInSight) {
       context.strokeStyle = this.marksColors[kind];
       context.setLineDash([3 * ratio, 3 * ratio]);
       context.lineWidth = ratio;
@@ -325,14 +330,14 @@ class Drawing {
       context.stroke();
     }
     context.globalAlpha = 1;
-    for (const { kind, left, text } of this.isWide && plot.width > 560 ? inSight : []) {
+    for (const { kind, left, text } of this.isWide && plot.width > 560 ? marksInSight : []) {
       if (!text) continue;
       const width = context.measureText(text).width + 10 * ratio;
       const start = left + width < right ? left : left - width;
       // A label without a free line is left out; the attempts and actions are also in the history.
-      const line = ends.findIndex((end) => start >= end);
+      const line = labelEnds.findIndex((end) => start >= end);
       if (line < 0) continue;
-      ends[line] = start + width;
+      labelEnds[line] = start + width;
       const top = plot.bbox.top + (2 + 14 * line) * ratio;
       context.fillStyle = this.surface;
       context.fillRect(start + 3 * ratio, top - ratio, width - 6 * ratio, 13 * ratio);
@@ -345,8 +350,8 @@ class Drawing {
 
   destroy() {
     clearTimeout(this.timer);
-    this.sized.disconnect();
-    this.seen.disconnect();
+    this.resizeObserver.disconnect();
+    this.intersectionObserver.disconnect();
     this.plot.destroy();
   }
 }

@@ -5,7 +5,7 @@ import * as format from '../format.js';
 import { Icon } from './icon.js';
 
 /** @type {Record<string, [import('./icon.js').IconName, string]>} Icon and word of each status. */
-const STATUS = {
+const STATUS_LABELS = {
   pending: ['ring', 'Pending'],
   initializing: ['spin', 'Starting'],
   running: ['dot', 'Running'],
@@ -14,16 +14,16 @@ const STATUS = {
   failed: ['cross', 'Failed'],
   cancelled: ['square', 'Stopped'],
 };
-export const STATUSES = Object.keys(STATUS);
+export const STATUSES = Object.keys(STATUS_LABELS);
 
 /** @param {string} status */
-export const statusName = (status) => STATUS[status]?.[1] ?? status;
+export const labelStatus = (status) => STATUS_LABELS[status]?.[1] ?? status;
 
 /** @param {{ status: string, plain?: boolean }} props */
 export const Chip = ({ status, plain }) =>
   html`<span class=${plain ? 'chip plain' : 'chip'} data-s=${status}>
-    <${Icon} name=${STATUS[status]?.[0] ?? 'ring'} />
-    ${statusName(status)}
+    <${Icon} name=${STATUS_LABELS[status]?.[0] ?? 'ring'} />
+    ${labelStatus(status)}
   </span>`;
 
 /** @param {{ value: number, status?: string, label: string }} props `value`: from 0 to 1. */
@@ -85,18 +85,18 @@ export function Copy({ text, shown, label }) {
 export function Menu({ button, children, kind = '', label }) {
   const [isOpen, setOpen] = useState(false);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
-  const items = () =>
+  const queryItems = () =>
     /** @type {HTMLElement[]} */ ([...(box.current?.querySelectorAll('.pop button:not(:disabled), .pop a') ?? [])]);
   useEffect(() => {
     if (!isOpen) return undefined;
     // A button near the left edge of a narrow window opens its list to the right.
     const list = /** @type {HTMLElement} */ (box.current?.querySelector('.pop'));
     if (list.getBoundingClientRect().left < 0) list.classList.add('rightward');
-    items()[0]?.focus();
+    queryItems()[0]?.focus();
     /** @param {PointerEvent} event */
-    const away = (event) => box.current?.contains(/** @type {Node} */ (event.target)) || setOpen(false);
-    addEventListener('pointerdown', away);
-    return () => removeEventListener('pointerdown', away);
+    const closeOutside = (event) => box.current?.contains(/** @type {Node} */ (event.target)) || setOpen(false);
+    addEventListener('pointerdown', closeOutside);
+    return () => removeEventListener('pointerdown', closeOutside);
   }, [isOpen]);
   /** @param {KeyboardEvent} event */
   const onKey = (event) => {
@@ -106,9 +106,9 @@ export function Menu({ button, children, kind = '', label }) {
       box.current?.querySelector('button')?.focus();
     } else if (event.key === 'ArrowDown' || event.key === 'ArrowUp') {
       event.preventDefault();
-      const all = items();
-      const at = all.indexOf(/** @type {HTMLElement} */ (document.activeElement));
-      all[(at + (event.key === 'ArrowDown' ? 1 : all.length - 1)) % all.length]?.focus();
+      const menuItems = queryItems();
+      const index = menuItems.indexOf(/** @type {HTMLElement} */ (document.activeElement));
+      menuItems[(index + (event.key === 'ArrowDown' ? 1 : menuItems.length - 1)) % menuItems.length]?.focus();
     } else if (event.key === 'Tab') setOpen(false);
   };
   return html`<div class="menu" ref=${box} onKeyDown=${onKey}>
@@ -161,15 +161,15 @@ export function Dialog({ title, onClose, children, wide }) {
  * @param {{ values: (number | null)[], status?: string, what?: string, width?: number, height?: number }} props
  */
 export function Spark({ values, status, what = 'Loss', width = 112, height = 26 }) {
-  const known = /** @type {number[]} */ (values.filter((value) => value != null));
-  if (known.length < 2) return html`<span class="faint">–</span>`;
-  const low = Math.min(...known);
-  const high = Math.max(...known);
-  const x = (/** @type {number} */ index) => 1 + (index * (width - 4)) / (values.length - 1);
-  const y = (/** @type {number} */ value) => 2 + (height - 4) * (1 - (value - low) / (high - low || 1));
+  const numbers = /** @type {number[]} */ (values.filter((value) => value != null));
+  if (numbers.length < 2) return html`<span class="faint">–</span>`;
+  const low = Math.min(...numbers);
+  const high = Math.max(...numbers);
+  const positionOf = (/** @type {number} */ index) => 1 + (index * (width - 4)) / (values.length - 1);
+  const heightOf = (/** @type {number} */ value) => 2 + (height - 4) * (1 - (value - low) / (high - low || 1));
   let line = '';
   values.forEach((value, index) => {
-    if (value != null) line += `${line ? 'L' : 'M'}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
+    if (value != null) line += `${line ? 'L' : 'M'}${positionOf(index).toFixed(1)} ${heightOf(value).toFixed(1)}`;
   });
   const color =
     status === 'failed'
@@ -182,12 +182,12 @@ export function Spark({ values, status, what = 'Loss', width = 112, height = 26 
     width=${width}
     height=${height}
     role="img"
-    aria-label=${`${what} from ${format.loss(known[0])} to ${format.loss(known.at(-1))}`}
+    aria-label=${`${what} from ${format.loss(numbers[0])} to ${format.loss(numbers.at(-1))}`}
   >
     <path d=${line} fill="none" stroke=${color} stroke-width="1.5" stroke-linejoin="round" />
     <circle
-      cx=${x(values.lastIndexOf(/** @type {number} */ (known.at(-1))))}
-      cy=${y(/** @type {number} */ (known.at(-1)))}
+      cx=${positionOf(values.lastIndexOf(/** @type {number} */ (numbers.at(-1))))}
+      cy=${heightOf(/** @type {number} */ (numbers.at(-1)))}
       r="2.2"
       fill=${color}
     />

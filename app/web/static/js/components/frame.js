@@ -3,9 +3,9 @@
 import { html } from '../../vendor/preact.js';
 import { useAction } from '../resource.js';
 import { path } from '../router.js';
-import { may, session, signOut } from '../session.js';
+import { hasScope, session, signOut } from '../session.js';
 import { connection } from '../stream.js';
-import { choose, theme } from '../theme.js';
+import { chooseTheme, theme } from '../theme.js';
 import * as format from '../format.js';
 import { Dialog, Menu } from './controls.js';
 import { Icon } from './icon.js';
@@ -22,7 +22,7 @@ const THEMES = /** @type {const} */ ([
   ['light', 'Light theme'],
   ['dark', 'Dark theme'],
 ]);
-const CONNECTION = {
+const CONNECTION_LABELS = {
   connecting: 'Connecting',
   live: 'Live',
   lost: 'Connection lost, trying again',
@@ -30,10 +30,10 @@ const CONNECTION = {
   off: '',
 };
 
-/** @param {string} at */
-function isCurrent(at) {
-  if (at === '/') return path.value === '/' || /^\/(runs|compare|new)\b/.test(path.value);
-  return path.value.startsWith(at);
+/** @param {string} pagePath */
+function isCurrent(pagePath) {
+  if (pagePath === '/') return path.value === '/' || /^\/(runs|compare|new)\b/.test(path.value);
+  return path.value.startsWith(pagePath);
 }
 
 /** @param {{ icon: string, children: any }} props */
@@ -43,13 +43,20 @@ export function Frame({ icon, children }) {
     <header class="top">
       <a class="brand" href="/" aria-label="Anneal, all runs"><img src=${icon} alt="" /><b>Anneal</b></a>
       <nav class="nav" aria-label="Pages">
-        ${PAGES.map(([at, name]) => html`<a href=${at} aria-current=${isCurrent(at) ? 'page' : undefined}>${name}</a>`)}
+        ${PAGES.map(
+          ([pagePath, name]) => html`<a href=${pagePath} aria-current=${isCurrent(pagePath) ? 'page' : undefined}>
+            ${name}
+          </a>`,
+        )}
       </nav>
       <span class="grow"></span>
       <span class="conn" data-state=${connection.value} role="status">
-        ${CONNECTION[connection.value] && html`<i></i><span class="hide-s">${CONNECTION[connection.value]}</span>`}
+        ${CONNECTION_LABELS[connection.value] && html`
+          <i></i>
+          <span class="hide-s">${CONNECTION_LABELS[connection.value]}</span>
+        `}
       </span>
-      ${may('write') && html`<a class="btn primary small" href="/new" aria-label="New run">
+      ${hasScope('write') && html`<a class="btn primary small" href="/new" aria-label="New run">
         <${Icon} name="plus" />
         <span class="hide-s">New run</span>
       </a>`}
@@ -60,19 +67,19 @@ export function Frame({ icon, children }) {
 }
 
 function Account() {
-  const known = session.value;
-  const leaving = useAction();
-  if (!known) return null;
-  const until = known.expires_at ? `session until ${format.clock(known.expires_at)}` : 'signed in with a key';
+  const current = session.value;
+  const signingOut = useAction();
+  if (!current) return null;
+  const expiry = current.expires_at ? `session until ${format.clock(current.expires_at)}` : 'signed in with a key';
   return html`
     <${Menu} kind="quiet icon" label="Account and theme" button=${html`<${Icon} name="user" />`}>
-      <div class="about"><b>${known.name}</b><small>${known.scopes.join(', ')} · ${until}</small></div>
+      <div class="about"><b>${current.name}</b><small>${current.scopes.join(', ')} · ${expiry}</small></div>
       <hr />
       ${THEMES.map(
         ([value, text]) => html`<button
           type="button"
           aria-pressed=${String(theme.value === value)}
-          onClick=${() => choose(value)}
+          onClick=${() => chooseTheme(value)}
         >
           ${text}
           ${theme.value === value ? ' ✓' : ''}
@@ -80,10 +87,10 @@ function Account() {
       )}
       <hr />
       <a href="/docs">API reference</a>
-      <button type="button" disabled=${leaving.busy} onClick=${() => leaving.run(signOut)}>Sign out</button>
+      <button type="button" disabled=${signingOut.busy} onClick=${() => signingOut.run(signOut)}>Sign out</button>
     <//>
-    ${leaving.error && html`<${Dialog} title="You are still signed in" onClose=${leaving.clear}>
-      <${ErrorText} error=${leaving.error} />
+    ${signingOut.error && html`<${Dialog} title="You are still signed in" onClose=${signingOut.clear}>
+      <${ErrorText} error=${signingOut.error} />
     <//>`}
   `;
 }

@@ -28,17 +28,17 @@ const PATHS = {
  * @param {{ name: IconName, label?: string }} props `label`: for an icon that stands alone.
  */
 export function Icon({ name, label }) {
-  const about = label ? { role: 'img', 'aria-label': label } : { 'aria-hidden': 'true' };
+  const attributes = label ? { role: 'img', 'aria-label': label } : { 'aria-hidden': 'true' };
   if (name === 'dot') {
-    return html`<svg class="i" viewBox="0 0 16 16" ...${about}>
+    return html`<svg class="i" viewBox="0 0 16 16" ...${attributes}>
       <circle class="pulse" cx="8" cy="8" r="3.6" fill="currentColor" stroke="none" />
       <circle cx="8" cy="8" r="6" opacity=".45" />
     </svg>`;
   }
   if (name === 'ring') {
-    return html`<svg class="i" viewBox="0 0 16 16" ...${about}>
+    return html`<svg class="i" viewBox="0 0 16 16" ...${attributes}>
       <circle cx="8" cy="8" r="4.5" stroke-dasharray="2.6 2.2" />
     </svg>`;
   }
-  return html`<svg class="i" viewBox="0 0 16 16" ...${about}><path d=${PATHS[name]} /></svg>`;
+  return html`<svg class="i" viewBox="0 0 16 16" ...${attributes}><path d=${PATHS[name]} /></svg>`;
 }

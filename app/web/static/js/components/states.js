@@ -23,7 +23,9 @@ export const Failure = ({ error, onRetry }) => html`<div class="state" role="ale
   </p>
   <p><${Prose} text=${error.message} /></p>
   ${error.errors.length > 0 && html`<ul>
-    ${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}
+    ${error.errors.map(
+      (fieldError) => html`<li><code>${fieldError.field}</code> <${Prose} text=${fieldError.message} /></li>`,
+    )}
   </ul>`}
   <p class="sub">${error.code}${error.requestId && html` · request <code>${error.requestId}</code>`}</p>
   ${onRetry && html`<p><button type="button" class="btn small" onClick=${onRetry}>Try again</button></p>`}

@@ -13,14 +13,14 @@ export function Rows({ dataset }) {
   // Positions of the pages so far; the last one is shown.
   const [pages, setPages] = useState(/** @type {(string | null)[]} */ ([null]));
   const after = pages[pages.length - 1];
-  const found = useResource(
+  const page = useResource(
     (signal) => get(`/v1/datasets/${dataset.id}/rows`, { after, limit: PAGE_SIZE }, signal),
     `${dataset.id} ${after}`,
   );
   return html`<section class="box" aria-label="Rows">
     <header>
       <h2>Rows</h2>
-      ${found.data && html`<span class="sub num">${rangeText(found.data.data, dataset.rows)}</span>`}
+      ${page.data && html`<span class="sub num">${formatRange(page.data.data, dataset.rows)}</span>`}
       <span class="grow"></span>
       <button
         type="button"
@@ -33,18 +33,18 @@ export function Rows({ dataset }) {
       <button
         type="button"
         class="btn small"
-        disabled=${!found.data?.next}
-        onClick=${() => setPages([...pages, found.data.next])}
+        disabled=${!page.data?.next}
+        onClick=${() => setPages([...pages, page.data.next])}
       >
         Next
       </button>
     </header>
-    <${Loaded} resource=${found} what="rows">
-      ${(/** @type {any} */ page) => html`<ol class="rows">
-        ${page.data.map(
-          (/** @type {any} */ one) => html`<li key=${one.line}>
-            <span class="sub num">${format.integer(one.line)}</span>
-            <${Row} row=${one.row} />
+    <${Loaded} resource=${page} what="rows">
+      ${(/** @type {any} */ { data }) => html`<ol class="rows">
+        ${data.map(
+          (/** @type {any} */ entry) => html`<li key=${entry.line}>
+            <span class="sub num">${format.integer(entry.line)}</span>
+            <${Row} row=${entry.row} />
           </li>`,
         )}
       </ol>`}
@@ -53,22 +53,22 @@ export function Rows({ dataset }) {
 }
 
 /** @param {{ line: number }[]} rows @param {number} total */
-const rangeText = (rows, total) =>
+const formatRange = (rows, total) =>
   rows.length
     ? `${format.integer(rows[0].line)} to ${format.integer(rows[rows.length - 1].line)} of ${format.integer(total)}`
     : 'none';
 
 /** @param {{ row: Record<string, any> }} props */
 export function Row({ row }) {
-  const used = new Set(['messages', 'prompt', 'completion', 'chosen', 'rejected', 'label', 'text']);
-  const others = Object.entries(row).filter(([name]) => !used.has(name));
+  const shownFields = new Set(['messages', 'prompt', 'completion', 'chosen', 'rejected', 'label', 'text']);
+  const others = Object.entries(row).filter(([name]) => !shownFields.has(name));
   return html`<div class="grow talk">
-    ${Array.isArray(row.messages) && html`<${Talk} messages=${row.messages} />`}
-    ${row.prompt != null && html`<${Part} value=${row.prompt} role="prompt" />`}
-    ${row.completion != null && html`<${Part} value=${row.completion} role="completion" />`}
+    ${Array.isArray(row.messages) && html`<${Conversation} messages=${row.messages} />`}
+    ${row.prompt != null && html`<${Cell} value=${row.prompt} role="prompt" />`}
+    ${row.completion != null && html`<${Cell} value=${row.completion} role="completion" />`}
     ${(row.chosen != null || row.rejected != null) && html`<div class="pair">
-      <div><p class="sub">chosen</p><${Part} value=${row.chosen} role="chosen" /></div>
-      <div><p class="sub">rejected</p><${Part} value=${row.rejected} role="rejected" /></div>
+      <div><p class="sub">chosen</p><${Cell} value=${row.chosen} role="chosen" /></div>
+      <div><p class="sub">rejected</p><${Cell} value=${row.rejected} role="rejected" /></div>
     </div>`}
     ${typeof row.label === 'boolean' && html`<p>
       <span class=${row.label ? 'tag best' : 'tag warn'}>${row.label ? 'good' : 'bad'}</span>
@@ -86,13 +86,13 @@ export function Row({ row }) {
 }
 
 /** @param {{ value: any, role: string }} props A text, or a list of messages. */
-const Part = ({ value, role }) =>
+const Cell = ({ value, role }) =>
   Array.isArray(value)
-    ? html`<${Talk} messages=${value} />`
+    ? html`<${Conversation} messages=${value} />`
     : html`<div class=${role === 'prompt' ? 'bubble u' : 'bubble'}>${value == null ? '–' : String(value)}</div>`;
 
 /** @param {any} message @param {boolean} hasCalls @returns {string} */
-function contentText(message, hasCalls) {
+function readContent(message, hasCalls) {
   const content = message?.content;
   if (typeof content === 'string') return content;
   if (Array.isArray(content)) return content.map((part) => part?.text ?? JSON.stringify(part)).join('');
@@ -100,11 +100,11 @@ function contentText(message, hasCalls) {
 }
 
 /** @param {{ messages: any[] }} props */
-const Talk = ({ messages }) => html`${messages.map((one) => {
-  const calls = one?.tool_calls ? JSON.stringify(one.tool_calls, null, 1) : null;
-  const content = contentText(one, calls !== null);
-  return html`<div class=${one?.role === 'user' ? 'bubble u' : 'bubble'}>
-    <span class="sub">${one?.role ?? ''}</span>
+const Conversation = ({ messages }) => html`${messages.map((message) => {
+  const calls = message?.tool_calls ? JSON.stringify(message.tool_calls, null, 1) : null;
+  const content = readContent(message, calls !== null);
+  return html`<div class=${message?.role === 'user' ? 'bubble u' : 'bubble'}>
+    <span class="sub">${message?.role ?? ''}</span>
     ${content}
     ${calls && html`<code class="pre">${calls}</code>`}
   </div>`;

@@ -1,12 +1,12 @@
 // Upload of files, one after the other, with progress; and import from the hub.
 
 import { html, useRef, useState } from '../../vendor/preact.js';
-import { ApiError, post, upload } from '../api.js';
+import { ApiError, post, uploadForm } from '../api.js';
 import { Bar, Dialog } from '../components/controls.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
-import { go } from '../router.js';
+import { navigate } from '../router.js';
 
 /**
  * @typedef {object} Transfer
@@ -27,30 +27,32 @@ export function Upload({ onDone }) {
   const input = useRef(/** @type {HTMLInputElement | null} */ (null));
   const queue = useRef(Promise.resolve());
   const count = useRef(0);
-  const change = (/** @type {number} */ number, /** @type {Partial<Transfer>} */ values) =>
-    setTransfers((all) => all.map((one) => (one.number === number ? { ...one, ...values } : one)));
+  const updateTransfer = (/** @type {number} */ number, /** @type {Partial<Transfer>} */ values) =>
+    setTransfers((current) =>
+      current.map((transfer) => (transfer.number === number ? { ...transfer, ...values } : transfer)),
+    );
 
-  const send = async (/** @type {Transfer} */ one) => {
-    if (one.aborted.signal.aborted) return;
-    change(one.number, { state: 'sending', began: Date.now() });
+  const sendFile = async (/** @type {Transfer} */ transfer) => {
+    if (transfer.aborted.signal.aborted) return;
+    updateTransfer(transfer.number, { state: 'sending', began: Date.now() });
     const form = new FormData();
-    form.append('name', one.file.name);
-    form.append('file', one.file);
+    form.append('name', transfer.file.name);
+    form.append('file', transfer.file);
     try {
-      const dataset = await upload(
+      const dataset = await uploadForm(
         '/v1/datasets',
         form,
-        (sent, total) => change(one.number, { sent, state: sent < total ? 'sending' : 'checking' }),
-        one.aborted.signal,
+        (sent, total) => updateTransfer(transfer.number, { sent, state: sent < total ? 'sending' : 'checking' }),
+        transfer.aborted.signal,
       );
-      change(one.number, { state: 'done', dataset });
+      updateTransfer(transfer.number, { state: 'done', dataset });
       onDone();
     } catch (error) {
-      if (error instanceof ApiError) change(one.number, { state: 'failed', error });
-      else change(one.number, { state: 'cancelled' });
+      if (error instanceof ApiError) updateTransfer(transfer.number, { state: 'failed', error });
+      else updateTransfer(transfer.number, { state: 'cancelled' });
     }
   };
-  const add = (/** @type {FileList | null | undefined} */ files) => {
+  const enqueueFiles = (/** @type {FileList | null | undefined} */ files) => {
     const added = [...(files ?? [])].map((file) => ({
       number: (count.current += 1),
       file,
@@ -61,8 +63,8 @@ export function Upload({ onDone }) {
       dataset: null,
       aborted: new AbortController(),
     }));
-    setTransfers((all) => [...added, ...all]);
-    for (const one of added) queue.current = queue.current.then(() => send(one));
+    setTransfers((listed) => [...added, ...listed]);
+    for (const transfer of added) queue.current = queue.current.then(() => sendFile(transfer));
   };
   return html`
     <div
@@ -75,7 +77,7 @@ export function Upload({ onDone }) {
       onDrop=${(/** @type {DragEvent} */ event) => {
         event.preventDefault();
         setOver(false);
-        add(event.dataTransfer?.files);
+        enqueueFiles(event.dataTransfer?.files);
       }}
     >
       <button type="button" class="btn primary" onClick=${() => input.current?.click()}>Upload files</button>
@@ -87,21 +89,21 @@ export function Upload({ onDone }) {
         aria-label="Files to upload"
         accept=".jsonl,.json,.csv,.tsv,.parquet,.gz"
         onChange=${(/** @type {any} */ event) => {
-          add(event.target.files);
+          enqueueFiles(event.target.files);
           event.target.value = '';
         }}
       />
       <p class="sub">or drop them here: JSONL, JSON, CSV, TSV or Parquet, also with gzip</p>
     </div>
     ${transfers.map(
-      (one) => html`<${TransferBox}
-        key=${one.number}
-        transfer=${one}
+      (transfer) => html`<${TransferBox}
+        key=${transfer.number}
+        transfer=${transfer}
         onCancel=${() => {
-          one.aborted.abort();
-          change(one.number, { state: 'cancelled' });
+          transfer.aborted.abort();
+          updateTransfer(transfer.number, { state: 'cancelled' });
         }}
-        onClose=${() => setTransfers((all) => all.filter((other) => other !== one))}
+        onClose=${() => setTransfers((listed) => listed.filter((other) => other !== transfer))}
       />`,
     )}
   `;
@@ -134,9 +136,9 @@ function TransferBox({ transfer, onCancel, onClose }) {
       <div class="inside"><${ErrorText} error=${error} /></div>
       ${error.errors.length > 0 && html`<ul class="list">
         ${error.errors.map(
-          (one) => html`<li>
-            <span class="sub num nowrap">${one.field}</span>
-            <span class="grow"><${Prose} text=${one.message} /></span>
+          (fieldError) => html`<li>
+            <span class="sub num nowrap">${fieldError.field}</span>
+            <span class="grow"><${Prose} text=${fieldError.message} /></span>
           </li>`,
         )}
       </ul>`}
@@ -148,33 +150,33 @@ function TransferBox({ transfer, onCancel, onClose }) {
 export function HubImport({ onClose }) {
   const action = useAction();
   const [values, setValues] = useState({ hub: '', split: 'train', subset: '' });
-  const set = (/** @type {string} */ name) => (/** @type {any} */ event) =>
+  const setValue = (/** @type {string} */ name) => (/** @type {any} */ event) =>
     setValues({ ...values, [name]: event.target.value });
-  const send = (/** @type {Event} */ event) => {
+  const importDataset = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      const made = await post('/v1/datasets', {
+      const dataset = await post('/v1/datasets', {
         hub: values.hub.trim(),
         split: values.split.trim() || 'train',
         ...(values.subset.trim() ? { subset: values.subset.trim() } : {}),
       });
-      go(`/datasets/${made.id}`);
+      navigate(`/datasets/${dataset.id}`);
     });
   };
   return html`<${Dialog} title="Import from the Hugging Face Hub" onClose=${onClose}>
-    <form class="stackform" onSubmit=${send}>
+    <form class="stackform" onSubmit=${importDataset}>
       <div class="f">
         <label for="hub">Dataset</label>
-        <input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${set('hub')} />
+        <input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${setValue('hub')} />
       </div>
       <div class="row">
         <div class="f">
           <label for="split">Split</label>
-          <input id="split" type="text" value=${values.split} onInput=${set('split')} />
+          <input id="split" type="text" value=${values.split} onInput=${setValue('split')} />
         </div>
         <div class="f">
           <label for="subset">Subset</label>
-          <input id="subset" type="text" value=${values.subset} onInput=${set('subset')} />
+          <input id="subset" type="text" value=${values.subset} onInput=${setValue('subset')} />
         </div>
       </div>
       ${action.busy && html`<p class="muted" role="status">The service downloads and checks the dataset …</p>`}

@@ -6,7 +6,7 @@ import { colorOf, LineChart } from '../components/chart.js';
 import { Chip, Choice, Copy, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Failure, Loading, Prose } from '../components/states.js';
-import { extentOf, positions } from '../curves.js';
+import { computeExtent, computePositions } from '../curves.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { useResource, useSettled } from '../resource.js';
@@ -35,17 +35,17 @@ const CURVES = /** @type {[string, string, (value: number | null | undefined) =>
 ]);
 
 export default function Compare() {
-  const asked = query.value;
-  const ids = [...new Set((asked.get('ids') ?? '').split(',').filter(Boolean))];
+  const params = query.value;
+  const ids = [...new Set((params.get('ids') ?? '').split(',').filter(Boolean))];
   const [isLive, setLive] = useState(false);
   const isValid = ids.length >= 2 && ids.length <= MOST_RUNS;
   const everyMs = isLive ? LIVE_EVERY_MS : undefined;
-  const found = useResource(
+  const comparison = useResource(
     (signal) => get('/v1/runs/compare', { ids: ids.join(',') }, signal),
     isValid ? ids.join(',') : null,
     { everyMs },
   );
-  const runs = found.data?.runs ?? [];
+  const runs = comparison.data?.runs ?? [];
   const isAnyLive = runs.some((/** @type {any} */ run) => LIVE.has(run.status));
   useEffect(() => setLive(isAnyLive), [isAnyLive]);
   useEffect(() => {
@@ -81,47 +81,50 @@ export default function Compare() {
       </section>
     `;
   }
-  if (!found.data) {
+  if (!comparison.data) {
     return html`
       ${head}
-      ${found.error
+      ${comparison.error
         ? html`<section class="box">
-            <${Failure} error=${found.error} onRetry=${found.reload} />
+            <${Failure} error=${comparison.error} onRetry=${comparison.reload} />
             <p class="state"><a href="/">All runs</a></p>
           </section>`
         : html`<${Loading} what="runs" />`}
     `;
   }
-  const hidden = new Set(asked.getAll('hide'));
-  const shown = runs.map((/** @type {any} */ run, /** @type {number} */ index) => ({ ...run, color: colorOf(index) }));
-  const flip = (/** @type {string} */ id) =>
-    setQuery({ hide: hidden.has(id) ? [...hidden].filter((one) => one !== id) : [...hidden, id] });
+  const hidden = new Set(params.getAll('hide'));
+  const coloredRuns = runs.map((/** @type {any} */ run, /** @type {number} */ index) => ({
+    ...run,
+    color: colorOf(index),
+  }));
+  const toggleRun = (/** @type {string} */ id) =>
+    setQuery({ hide: hidden.has(id) ? [...hidden].filter((hiddenId) => hiddenId !== id) : [...hidden, id] });
   return html`
     ${head}
     <div class="row wrap filters">
-      ${shown.map(
+      ${coloredRuns.map(
         (/** @type {any} */ run) => html`<button
           type="button"
           class="btn small"
           key=${run.run_id}
           aria-pressed=${String(!hidden.has(run.run_id))}
           style=${hidden.has(run.run_id) ? { opacity: 0.55 } : {}}
-          onClick=${() => flip(run.run_id)}
+          onClick=${() => toggleRun(run.run_id)}
         >
           <i class="swatch" style=${{ background: `var(${run.color})` }}></i>
           <span class="clip">${run.name}</span>
         </button>`,
       )}
     </div>
-    ${found.data.caution && html`<div class="box inside caution" role="note">
-      <p class="warning-text"><${Prose} text=${found.data.caution} /></p>
+    ${comparison.data.caution && html`<div class="box inside caution" role="note">
+      <p class="warning-text"><${Prose} text=${comparison.data.caution} /></p>
     </div>`}
-    <${Curves} runs=${shown.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
+    <${Curves} runs=${coloredRuns.filter((/** @type {any} */ run) => !hidden.has(run.run_id))} everyMs=${everyMs} />
     <${Results}
-      runs=${shown}
-      areComparable=${!found.data.caution}
-      differences=${found.data.differences}
-      common=${found.data.common}
+      runs=${coloredRuns}
+      areComparable=${!comparison.data.caution}
+      differences=${comparison.data.differences}
+      common=${comparison.data.common}
       ids=${ids}
     />
   `;
@@ -129,52 +132,52 @@ export default function Compare() {
 
 /** @param {{ runs: any[], everyMs: number | undefined }} props */
 function Curves({ runs, everyMs }) {
-  const asked = query.value;
-  const axis = /** @type {import('../curves.js').Axis} */ (asked.get('axis') ?? 'step');
-  const smoothing = Number(asked.get('smoothing') ?? 0.6);
-  const logScale = asked.get('log') === '1';
-  const chosen = asked.getAll('curve');
-  const rewarded = runs.filter((run) => isRewarded(run.method)).length;
-  const usual = [
-    ...(rewarded < runs.length ? ['loss', 'eval_loss'] : []),
-    ...(rewarded > 0 ? ['extra.reward', 'eval_reward'] : []),
+  const params = query.value;
+  const axis = /** @type {import('../curves.js').Axis} */ (params.get('axis') ?? 'step');
+  const smoothing = Number(params.get('smoothing') ?? 0.6);
+  const logScale = params.get('log') === '1';
+  const chosenCurves = params.getAll('curve');
+  const rewardedCount = runs.filter((run) => isRewarded(run.method)).length;
+  const defaultCurves = [
+    ...(rewardedCount < runs.length ? ['loss', 'eval_loss'] : []),
+    ...(rewardedCount > 0 ? ['extra.reward', 'eval_reward'] : []),
   ];
-  const names = chosen.length ? chosen : usual;
-  const offered = CURVES.filter(([name]) => rewarded > 0 || !name.endsWith('reward'));
-  const flip = (/** @type {string} */ name) => {
-    const next = names.includes(name) ? names.filter((one) => one !== name) : [...names, name];
+  const names = chosenCurves.length ? chosenCurves : defaultCurves;
+  const offeredCurves = CURVES.filter(([name]) => rewardedCount > 0 || !name.endsWith('reward'));
+  const toggleCurve = (/** @type {string} */ name) => {
+    const next = names.includes(name) ? names.filter((shownName) => shownName !== name) : [...names, name];
     setQuery({ curve: next.length ? next : null });
   };
   const ids = runs.map((run) => run.run_id).join(',');
-  const read = (/** @type {string} */ name, /** @type {AbortSignal} */ signal) =>
+  const readCurve = (/** @type {string} */ name, /** @type {AbortSignal} */ signal) =>
     get('/v1/runs/curves', { ids, name, max_points: MOST_POINTS }, signal);
-  const found = useResource(
-    (signal) => Promise.all(names.map((name) => read(name, signal))),
+  const curveData = useResource(
+    (signal) => Promise.all(names.map((name) => readCurve(name, signal))),
     ids ? `${names} ${ids}` : null,
     { everyMs },
   );
-  const answers = new Map(found.data?.map((/** @type {any} */ answer) => [answer.name, answer.data]));
-  const shown = CURVES.filter(([name]) => names.includes(name)).map(([name, text, numbers]) => {
-    const byRun = new Map((answers.get(name) ?? []).map((/** @type {any} */ one) => [one.run_id, one]));
+  const curvesByName = new Map(curveData.data?.map((/** @type {any} */ response) => [response.name, response.data]));
+  const charts = CURVES.filter(([name]) => names.includes(name)).map(([name, text, numbers]) => {
+    const byRun = new Map((curvesByName.get(name) ?? []).map((/** @type {any} */ curve) => [curve.run_id, curve]));
     const curves = runs.flatMap((run) => {
-      const one = byRun.get(run.run_id);
-      if (!one || one.series.steps.length === 0) return [];
+      const runCurve = byRun.get(run.run_id);
+      if (!runCurve || runCurve.series.steps.length === 0) return [];
       return [
         {
           name: run.name,
           color: run.color,
-          x: positions(one.series, axis, one),
-          y: one.series.values,
+          x: computePositions(runCurve.series, axis, runCurve),
+          y: runCurve.series.values,
           dots: name.startsWith('eval'),
         },
       ];
     });
     return { name, text, numbers, curves };
   });
-  const extent = extentOf(shown.flatMap(({ curves }) => curves.map((curve) => curve.x)));
-  const along =
+  const extent = computeExtent(charts.flatMap(({ curves }) => curves.map((curve) => curve.x)));
+  const axisFormat =
     axis === 'epoch'
-      ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` }
+      ? { position: (/** @type {number} */ position) => `epoch ${position.toFixed(2)}` }
       : axis === 'time'
         ? { position: format.duration, ticks: format.duration }
         : {};
@@ -209,23 +212,24 @@ function Curves({ runs, everyMs }) {
       </label>
       <span class="grow"></span>
       <span class="row wrap" role="group" aria-label="Curves">
-        ${offered.map(
+        ${offeredCurves.map(
           ([name, text]) => html`<label class="check">
-            <input type="checkbox" checked=${names.includes(name)} onChange=${() => flip(name)} />
+            <input type="checkbox" checked=${names.includes(name)} onChange=${() => toggleCurve(name)} />
             ${text}
           </label>`,
         )}
       </span>
     </div>
-    ${!found.data &&
+    ${!curveData.data &&
     ids &&
-    (found.error
-      ? html`<${Failure} error=${found.error} onRetry=${found.reload} />`
+    (curveData.error
+      ? html`<${Failure} error=${curveData.error} onRetry=${curveData.reload} />`
       : html`<${Loading} what="curves" />`)}
     <div class="charts">
-      ${shown.map(({ name, text, numbers, curves }) =>
+      ${charts.map(({ name, text, numbers, curves }) =>
         curves.length === 0
-          ? found.data && html`<p class="chart half tall state muted" key=${name}>No run has the curve “${text}”.</p>`
+          ? curveData.data &&
+            html`<p class="chart half tall state muted" key=${name}>No run has the curve “${text}”.</p>`
           : html`<${LineChart}
               key=${name}
               title=${text}
@@ -236,7 +240,7 @@ function Curves({ runs, everyMs }) {
               curves=${curves}
               smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing}
               logScale=${logScale && name !== 'learning_rate'}
-              ...${along}
+              ...${axisFormat}
             />`,
       )}
     </div>
@@ -260,8 +264,8 @@ const RESULTS = [
 /** @param {{ runs: any[], areComparable: boolean, differences: Record<string, Record<string, unknown>>, common: Record<string, unknown>, ids: string[] }} props */
 function Results({ runs, areComparable, differences, common, ids }) {
   const [isAll, setAll] = useState(false);
-  const remove = (/** @type {string} */ id) => setQuery({ ids: ids.filter((one) => one !== id).join(',') });
-  const rows = RESULTS.filter(([, value]) => runs.some((run) => value(run) != null));
+  const removeRun = (/** @type {string} */ id) => setQuery({ ids: ids.filter((otherId) => otherId !== id).join(',') });
+  const rows = RESULTS.filter(([, readResult]) => runs.some((run) => readResult(run) != null));
   return html`<section class="box scroll below" tabindex="0" role="region" aria-label="Results and differences">
     <table class="table">
       <thead>
@@ -278,7 +282,7 @@ function Results({ runs, areComparable, differences, common, ids }) {
                   type="button"
                   class="btn quiet icon small"
                   aria-label=${`Remove ${run.name} from the comparison`}
-                  onClick=${() => remove(run.run_id)}
+                  onClick=${() => removeRun(run.run_id)}
                 >
                   <${Icon} name="cross" />
                 </button>`}
@@ -288,8 +292,8 @@ function Results({ runs, areComparable, differences, common, ids }) {
         </tr>
       </thead>
       <tbody>
-        ${rows.map(([text, value, numbers, best]) => {
-          const known = /** @type {number[]} */ (runs.map(value).filter((one) => one != null));
+        ${rows.map(([text, readResult, formatResult, best]) => {
+          const values = /** @type {number[]} */ (runs.map(readResult).filter((result) => result != null));
           // Values that read the same are equally good, whatever their further digits.
           // A run that ended early or still trains is not the fastest one.
           const isEqual =
@@ -297,12 +301,14 @@ function Results({ runs, areComparable, differences, common, ids }) {
               ? runs.every((run) => run.status === 'completed')
               : areComparable || !text.match(/loss|reward/);
           const isCompared = best && isEqual;
-          const winner = isCompared && new Set(known.map(numbers)).size > 1 ? numbers(Math[best](...known)) : null;
+          const winner =
+            isCompared && new Set(values.map(formatResult)).size > 1 ? formatResult(Math[best](...values)) : null;
           return html`<tr key=${text}>
             <td class="muted">${text}</td>
             ${runs.map(
               (run) => html`<td class="num nowrap">
-                ${numbers(value(run))} ${numbers(value(run)) === winner && html`<span class="tag best">best</span>`}
+                ${formatResult(readResult(run))} ${formatResult(readResult(run)) ===
+                  winner && html`<span class="tag best">best</span>`}
               </td>`,
             )}
           </tr>`;
@@ -348,12 +354,12 @@ function Results({ runs, areComparable, differences, common, ids }) {
 /** @param {{ ids: string[], onClose: () => void }} props */
 function AddRuns({ ids, onClose }) {
   const [text, setText] = useState('');
-  const wanted = useSettled(text.trim(), 250);
-  const found = useResource(
-    (signal) => get('/v1/runs', { search: wanted, view: 'row', limit: 20 }, signal),
-    `add ${wanted}`,
+  const search = useSettled(text.trim(), 250);
+  const matches = useResource(
+    (signal) => get('/v1/runs', { search: search, view: 'row', limit: 20 }, signal),
+    `add ${search}`,
   );
-  const add = (/** @type {string} */ id) => setQuery({ ids: [...ids, id].join(',') });
+  const addRun = (/** @type {string} */ id) => setQuery({ ids: [...ids, id].join(',') });
   return html`<${Dialog} title="Add runs" onClose=${onClose}>
     <div class="f">
       <label for="find-runs">Search by name, tag or ID</label>
@@ -364,9 +370,9 @@ function AddRuns({ ids, onClose }) {
         onInput=${(/** @type {any} */ event) => setText(event.target.value)}
       />
     </div>
-    <${ErrorText} error=${found.error} />
+    <${ErrorText} error=${matches.error} />
     <ul class="list">
-      ${(found.data?.data ?? []).map(
+      ${(matches.data?.data ?? []).map(
         (/** @type {any} */ run) => html`<li key=${run.id}>
           <span class="grow clip">${run.name}</span>
           <${Chip} status=${run.status} plain />
@@ -374,13 +380,13 @@ function AddRuns({ ids, onClose }) {
             type="button"
             class="btn small"
             disabled=${ids.includes(run.id) || ids.length >= MOST_RUNS}
-            onClick=${() => add(run.id)}
+            onClick=${() => addRun(run.id)}
           >
             ${ids.includes(run.id) ? 'Added' : 'Add'}
           </button>
         </li>`,
       )}
-      ${found.data?.data.length === 0 && html`<li class="muted">No run matches.</li>`}
+      ${matches.data?.data.length === 0 && html`<li class="muted">No run matches.</li>`}
     </ul>
     <footer><button type="button" class="btn primary" onClick=${onClose}>Done</button></footer>
   <//>`;

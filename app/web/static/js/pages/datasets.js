@@ -1,7 +1,7 @@
 // Datasets: upload, look at the rows, delete.
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
-import { call, get } from '../api.js';
+import { sendRequest, get } from '../api.js';
 import { Chip, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Loaded } from '../components/states.js';
@@ -9,8 +9,8 @@ import { Rows } from '../datasets/rows.js';
 import { HubImport, Upload } from '../datasets/upload.js';
 import * as format from '../format.js';
 import { useAction, useNow, useResource, useSettled } from '../resource.js';
-import { go, query, setQuery } from '../router.js';
-import { may } from '../session.js';
+import { navigate, query, setQuery } from '../router.js';
+import { hasScope } from '../session.js';
 
 export const title = 'Datasets';
 
@@ -23,17 +23,17 @@ export default function Datasets({ id }) {
 }
 
 function List() {
-  const asked = query.value;
-  const after = asked.get('after');
-  const inAddress = asked.get('search') ?? '';
+  const params = query.value;
+  const after = params.get('after');
+  const inAddress = params.get('search') ?? '';
   const [text, setText] = useState(inAddress);
-  const wanted = useSettled(text.trim(), 250);
+  const search = useSettled(text.trim(), 250);
   useEffect(() => {
     if (inAddress !== text.trim()) setText(inAddress);
   }, [inAddress]);
   const list = useResource(
-    (signal) => get('/v1/datasets', { limit: PAGE_SIZE, search: wanted, after }, signal),
-    `datasets ${wanted} ${after}`,
+    (signal) => get('/v1/datasets', { limit: PAGE_SIZE, search: search, after }, signal),
+    `datasets ${search} ${after}`,
   );
   const [isImporting, setImporting] = useState(false);
   const now = useNow(60_000);
@@ -41,7 +41,7 @@ function List() {
     <div class="head center">
       <h1 class="grow">Datasets</h1>
       <div class="acts">
-        ${may('write') && html`<button type="button" class="btn" onClick=${() => setImporting(true)}>
+        ${hasScope('write') && html`<button type="button" class="btn" onClick=${() => setImporting(true)}>
           Import from the hub
         </button>`}
       </div>
@@ -65,7 +65,7 @@ function List() {
           ${(/** @type {any} */ page) =>
             page.data.length === 0
               ? html`<section class="box">
-                  ${wanted
+                  ${search
                     ? html`<${Empty} title="No dataset matches." />`
                     : html`<${Empty} title="There are no datasets yet.">
                         <p class="muted">
@@ -87,13 +87,13 @@ function List() {
                       </thead>
                       <tbody>
                         ${page.data.map(
-                          (/** @type {any} */ one) => html`<tr key=${one.id}>
-                            <td><a class="name" href=${`/datasets/${one.id}`}>${one.name}</a></td>
-                            <td><span class="tag">${one.format}</span></td>
-                            <td class="right num">${format.integer(one.rows)}</td>
-                            <td class="right num nowrap">${format.bytes(one.bytes)}</td>
-                            <td class="right muted nowrap" title=${one.created_at}>
-                              ${format.ago(one.created_at, now)}
+                          (/** @type {any} */ dataset) => html`<tr key=${dataset.id}>
+                            <td><a class="name" href=${`/datasets/${dataset.id}`}>${dataset.name}</a></td>
+                            <td><span class="tag">${dataset.format}</span></td>
+                            <td class="right num">${format.integer(dataset.rows)}</td>
+                            <td class="right num nowrap">${format.bytes(dataset.bytes)}</td>
+                            <td class="right muted nowrap" title=${dataset.created_at}>
+                              ${format.ago(dataset.created_at, now)}
                             </td>
                           </tr>`,
                         )}
@@ -117,7 +117,7 @@ function List() {
         <//>
       </div>
       <aside class="side">
-        ${may('write')
+        ${hasScope('write')
           ? html`<${Upload} onDone=${list.reload} />`
           : html`<p class="box state muted">
               Your key only reads. Sign in with one that has the scope <code>write</code> to upload.
@@ -129,9 +129,9 @@ function List() {
 
 /** @param {{ id: string }} props */
 function Dataset({ id }) {
-  const found = useResource((signal) => get(`/v1/datasets/${id}`, {}, signal), id);
+  const resource = useResource((signal) => get(`/v1/datasets/${id}`, {}, signal), id);
   const [isDeleting, setDeleting] = useState(false);
-  return html`<${Loaded} resource=${found} what="the dataset">
+  return html`<${Loaded} resource=${resource} what="the dataset">
     ${(/** @type {any} */ dataset) => html`
       <div class="head">
         <div class="grow">
@@ -140,13 +140,13 @@ function Dataset({ id }) {
         </div>
         <div class="acts">
           <a class="btn" href=${`/v1/datasets/${id}/content`} download><${Icon} name="save" />Download</a>
-          ${may('write') && html`
+          ${hasScope('write') && html`
             <button type="button" class="btn danger" onClick=${() => setDeleting(true)}>Delete …</button>
             <a class="btn primary" href=${`/new?dataset=${id}`}>New run on it</a>
           `}
         </div>
       </div>
-      ${isDeleting && html`<${Delete} dataset=${dataset} onClose=${() => setDeleting(false)} />`}
+      ${isDeleting && html`<${DeleteDialog} dataset=${dataset} onClose=${() => setDeleting(false)} />`}
       <div class="two">
         <${Rows} dataset=${dataset} />
         <aside class="side">
@@ -192,7 +192,7 @@ function Dataset({ id }) {
 /** @param {{ id: string }} props */
 function RunsOn({ id }) {
   const runs = useResource((signal) => get('/v1/runs', { dataset_id: id, view: 'row', limit: MOST_RUNS }, signal), id);
-  const found = runs.data?.data ?? [];
+  const runRows = runs.data?.data ?? [];
   return html`<section class="box" aria-label="Runs on this dataset">
     <header>
       <h2>Runs</h2>
@@ -200,31 +200,33 @@ function RunsOn({ id }) {
       ${runs.data?.has_more && html`<a class="sub" href=${`/?dataset=${id}&task=all`}>All runs on it</a>`}
     </header>
     <ul class="list">
-      ${found.map(
+      ${runRows.map(
         (/** @type {any} */ run) => html`<li key=${run.id}>
           <a class="name grow" href=${`/runs/${run.id}`}>${run.name}</a>
           <${Chip} status=${run.status} />
         </li>`,
       )}
-      ${runs.data && found.length === 0 && html`<li class="muted">No run has used it.</li>`}
+      ${runs.data && runRows.length === 0 && html`<li class="muted">No run has used it.</li>`}
     </ul>
   </section>`;
 }
 
 /** @param {{ dataset: any, onClose: () => void }} props */
-function Delete({ dataset, onClose }) {
+function DeleteDialog({ dataset, onClose }) {
   const action = useAction();
-  const remove = () =>
+  const deleteDataset = () =>
     action.run(async () => {
-      await call('DELETE', `/v1/datasets/${dataset.id}`);
-      go('/datasets', { replace: true });
+      await sendRequest('DELETE', `/v1/datasets/${dataset.id}`);
+      navigate('/datasets', { replace: true });
     });
   return html`<${Dialog} title="Delete this dataset?" onClose=${onClose}>
     <p>${dataset.name} is deleted with its ${format.counted(dataset.rows, 'row')}. This cannot be undone.</p>
     <${ErrorText} error=${action.error} />
     <footer>
       <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-      <button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the dataset</button>
+      <button type="button" class="btn danger" disabled=${action.busy} onClick=${deleteDataset}>
+        Delete the dataset
+      </button>
     </footer>
   <//>`;
 }

@@ -1,15 +1,15 @@
 // Experiments: groups of runs, with their counts and best runs.
 
 import { html, useState } from '../../vendor/preact.js';
-import { call, get, post } from '../api.js';
+import { sendRequest, get, post } from '../api.js';
 import { Chip, Dialog, STATUSES } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Loaded } from '../components/states.js';
 import * as format from '../format.js';
-import { groupOf, isRewarded } from '../methods.js';
+import { describeGroup, isRewarded } from '../methods.js';
 import { useAction, useNow, useResource } from '../resource.js';
-import { go, query, setQuery } from '../router.js';
-import { may } from '../session.js';
+import { navigate, query, setQuery } from '../router.js';
+import { hasScope } from '../session.js';
 
 export const title = 'Experiments';
 
@@ -35,15 +35,15 @@ function List() {
     <div class="head center">
       <h1 class="grow">Experiments</h1>
       <div class="acts">
-        ${may('write') && html`<button type="button" class="btn primary" onClick=${() => setNew(true)}>
+        ${hasScope('write') && html`<button type="button" class="btn primary" onClick=${() => setNew(true)}>
           <${Icon} name="plus" />
           New experiment
         </button>`}
       </div>
     </div>
-    ${isNew && html`<${Edit}
+    ${isNew && html`<${EditDialog}
       onClose=${() => setNew(false)}
-      onSaved=${(/** @type {any} */ made) => go(`/experiments/${made.id}`)}
+      onSaved=${(/** @type {any} */ experiment) => navigate(`/experiments/${experiment.id}`)}
     />`}
     <${Loaded} resource=${list} what="experiments">
       ${(/** @type {any} */ page) =>
@@ -63,7 +63,11 @@ function List() {
                   </thead>
                   <tbody>
                     ${page.data.map(
-                      (/** @type {any} */ one) => html`<${Row} key=${one.id} experiment=${one} now=${now} />`,
+                      (/** @type {any} */ experiment) => html`<${Row}
+                        key=${experiment.id}
+                        experiment=${experiment}
+                        now=${now}
+                      />`,
                     )}
                   </tbody>
                 </table>
@@ -88,16 +92,16 @@ function List() {
 
 /** @param {{ experiment: any, now: number }} props */
 function Row({ experiment, now }) {
-  const found = useResource((signal) => get(`/v1/experiments/${experiment.id}`, {}, signal), experiment.id);
-  const best = found.data?.best_runs[0];
+  const detail = useResource((signal) => get(`/v1/experiments/${experiment.id}`, {}, signal), experiment.id);
+  const best = detail.data?.best_runs[0];
   return html`<tr>
     <td class="what">
       <a class="name" href=${`/experiments/${experiment.id}`}>${experiment.name}</a>
       <div class="sub clip">${experiment.description}</div>
     </td>
     <td>
-      ${found.data
-        ? html`<${Counts} experiment=${experiment.id} counts=${found.data.runs} />`
+      ${detail.data
+        ? html`<${Counts} experiment=${experiment.id} counts=${detail.data.runs} />`
         : html`<span class="faint">…</span>`}
     </td>
     <td>
@@ -126,19 +130,19 @@ const Counts = ({ experiment, counts }) => html`<span class="row wrap">
 
 /** @param {{ id: string }} props */
 function Experiment({ id }) {
-  const found = useResource((signal) => get(`/v1/experiments/${id}`, {}, signal), id);
+  const resource = useResource((signal) => get(`/v1/experiments/${id}`, {}, signal), id);
   const runs = useResource(
     (signal) => get('/v1/runs', { experiment_id: id, sort: 'best', view: 'row', limit: PAGE_SIZE }, signal),
     `runs ${id}`,
   );
-  const [asked, setAsked] = useState(/** @type {'edit' | 'delete' | null} */ (null));
-  const shown = runs.data?.data ?? [];
+  const [openDialog, setOpenDialog] = useState(/** @type {'edit' | 'delete' | null} */ (null));
+  const shownRuns = runs.data?.data ?? [];
   // Only runs of one group are compared with each other.
-  const best = shown
-    .filter((/** @type {any} */ run) => groupOf(run) === groupOf(shown[0]))
+  const best = shownRuns
+    .filter((/** @type {any} */ run) => describeGroup(run) === describeGroup(shownRuns[0]))
     .slice(0, MOST_COMPARED)
     .map((/** @type {any} */ run) => run.id);
-  return html`<${Loaded} resource=${found} what="the experiment">
+  return html`<${Loaded} resource=${resource} what="the experiment">
     ${(/** @type {any} */ experiment) => html`
       <div class="head">
         <div class="grow">
@@ -155,29 +159,36 @@ function Experiment({ id }) {
           ${best.length >= 2 && html`<a class="btn" href=${`/compare?ids=${best.join(',')}`}>
             Compare the best ${best.length}
           </a>`}
-          ${may('write') && html`
-            <button type="button" class="btn" onClick=${() => setAsked('edit')}>Edit …</button>
-            ${id !== DEFAULT_ID && html`<button type="button" class="btn danger" onClick=${() => setAsked('delete')}>
+          ${hasScope('write') && html`
+            <button type="button" class="btn" onClick=${() => setOpenDialog('edit')}>Edit …</button>
+            ${id !== DEFAULT_ID && html`<button
+              type="button"
+              class="btn danger"
+              onClick=${() => setOpenDialog('delete')}
+            >
               Delete …
             </button>`}
           `}
         </div>
       </div>
-      ${asked === 'edit' && html`<${Edit}
+      ${openDialog === 'edit' && html`<${EditDialog}
         experiment=${experiment}
-        onClose=${() => setAsked(null)}
+        onClose=${() => setOpenDialog(null)}
         onSaved=${() => {
-          setAsked(null);
-          found.reload();
+          setOpenDialog(null);
+          resource.reload();
         }}
       />`}
-      ${asked === 'delete' && html`<${Delete} experiment=${experiment} onClose=${() => setAsked(null)} />`}
+      ${openDialog === 'delete' && html`<${DeleteDialog}
+        experiment=${experiment}
+        onClose=${() => setOpenDialog(null)}
+      />`}
       <${Loaded} resource=${runs} what="runs">
         ${() =>
-          shown.length === 0
+          shownRuns.length === 0
             ? html`<section class="box">
                 <${Empty} title="This experiment has no run yet.">
-                  ${may('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}
+                  ${hasScope('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}
                 <//>
               </section>`
             : html`<section class="box scroll" tabindex="0" role="region" aria-label="Best runs of each method">
@@ -197,13 +208,13 @@ function Experiment({ id }) {
                     </tr>
                   </thead>
                   <tbody>
-                    ${shown.map(
+                    ${shownRuns.map(
                       (/** @type {any} */ run, /** @type {number} */ index) => html`
-                        ${groupOf(run) !== (index > 0 && groupOf(shown[index - 1])) && html`<tr
+                        ${describeGroup(run) !== (index > 0 && describeGroup(shownRuns[index - 1])) && html`<tr
                           class="group"
-                          key=${groupOf(run)}
+                          key=${describeGroup(run)}
                         >
-                          <th scope="rowgroup" colspan="5">${groupOf(run)}</th>
+                          <th scope="rowgroup" colspan="5">${describeGroup(run)}</th>
                         </tr>`}
                         <tr key=${run.id}>
                           <td>
@@ -226,23 +237,23 @@ function Experiment({ id }) {
 }
 
 /** @param {{ experiment?: any, onClose: () => void, onSaved: (experiment: any) => void }} props */
-function Edit({ experiment, onClose, onSaved }) {
+function EditDialog({ experiment, onClose, onSaved }) {
   const action = useAction();
   const [name, setName] = useState(experiment?.name ?? '');
   const [description, setDescription] = useState(experiment?.description ?? '');
-  const save = (/** @type {Event} */ event) => {
+  const saveExperiment = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
       const body = { name: name.trim(), description };
       onSaved(
         experiment
-          ? await call('PATCH', `/v1/experiments/${experiment.id}`, { body })
+          ? await sendRequest('PATCH', `/v1/experiments/${experiment.id}`, { body })
           : await post('/v1/experiments', body),
       );
     });
   };
   return html`<${Dialog} title=${experiment ? 'Edit the experiment' : 'New experiment'} onClose=${onClose}>
-    <form class="stackform" onSubmit=${save}>
+    <form class="stackform" onSubmit=${saveExperiment}>
       <div class="f">
         <label for="experiment-name">Name</label>
         <input
@@ -275,16 +286,16 @@ function Edit({ experiment, onClose, onSaved }) {
 }
 
 /** @param {{ experiment: any, onClose: () => void }} props */
-function Delete({ experiment, onClose }) {
+function DeleteDialog({ experiment, onClose }) {
   const action = useAction();
   const count = Object.values(experiment.runs).reduce(
-    (/** @type {number} */ sum, one) => sum + /** @type {number} */ (one),
+    (/** @type {number} */ sum, runs) => sum + /** @type {number} */ (runs),
     0,
   );
-  const remove = () =>
+  const deleteExperiment = () =>
     action.run(async () => {
-      await call('DELETE', `/v1/experiments/${experiment.id}`, { query: { cascade: count > 0 } });
-      go('/experiments', { replace: true });
+      await sendRequest('DELETE', `/v1/experiments/${experiment.id}`, { query: { cascade: count > 0 } });
+      navigate('/experiments', { replace: true });
     });
   return html`<${Dialog} title="Delete this experiment?" onClose=${onClose}>
     <p>
@@ -298,7 +309,9 @@ function Delete({ experiment, onClose }) {
     <${ErrorText} error=${action.error} />
     <footer>
       <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-      <button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the experiment</button>
+      <button type="button" class="btn danger" disabled=${action.busy} onClick=${deleteExperiment}>
+        Delete the experiment
+      </button>
     </footer>
   <//>`;
 }

@@ -1,10 +1,10 @@
 // Sign in: with a link that works once, which the address carries behind `#`, or with a key.
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
-import { match } from '../addresses.js';
+import { matchRoute } from '../addresses.js';
 import { Prose } from '../components/states.js';
 import { useAction } from '../resource.js';
-import { go } from '../router.js';
+import { navigate } from '../router.js';
 import { nextAddress, signIn } from '../session.js';
 
 export const title = 'Sign in';
@@ -18,7 +18,7 @@ export default function Login() {
       await signIn(credentials);
       const next = nextAddress();
       // Others than pages of the dashboard, such as the API reference, are loaded.
-      if (match(next.split('?')[0])) go(next, { replace: true });
+      if (matchRoute(next.split('?')[0])) navigate(next, { replace: true });
       else location.replace(next);
     });
   useEffect(() => {

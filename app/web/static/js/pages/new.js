@@ -1,37 +1,37 @@
 // New run: a form from the schema of the configuration, validated and estimated as one types.
 
 import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from '../../vendor/preact.js';
-import { get, newKey, post } from '../api.js';
+import { get, createIdempotencyKey, post } from '../api.js';
 import { Choice, Copy } from '../components/controls.js';
 import { ErrorText, Failure, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { ADAPTERS, choiceOf, OBJECTIVES, withChoice } from '../methods.js';
+import { ADAPTERS, readChoice, OBJECTIVES, applyChoice } from '../methods.js';
 import {
-  curlOf,
-  fieldsFor,
-  groupsOf,
+  formatCurl,
+  readFieldsOfConfig,
+  readGroups,
   isDefault,
   NONE,
-  requestOf,
-  same,
-  textOf,
-  valueOf,
-  yamlOf,
+  buildRequest,
+  areEqual,
+  formatValue,
+  parseValue,
+  formatYaml,
 } from '../new_run_form.js';
 import { useAction, useResource, useSettled } from '../resource.js';
-import { go, query } from '../router.js';
-import { may } from '../session.js';
+import { navigate, query } from '../router.js';
+import { hasScope } from '../session.js';
 
 export const title = 'New run';
 
 /** Drafts are kept by the address, for a reload of the page. */
-const DRAFT = 'anneal.new-run ';
+const DRAFT_KEY = 'anneal.new-run ';
 const DEFAULT_RESTARTS = 3;
 const DEFAULT_EXPERIMENT = 'exp_00000000000000000000000000';
 const SETTLE_MS = 400;
 const MOST_LISTED = 200;
 /** Fields that are always in sight, for all methods and for those with an adapter. */
-const MAIN = [
+const MAIN_FIELDS = [
   'learning_rate',
   'epochs',
   'max_steps',
@@ -43,9 +43,9 @@ const MAIN = [
   'eval_steps',
   'save_steps',
 ];
-const ADAPTER = ['lora_r', 'lora_alpha'];
+const ADAPTER_FIELDS = ['lora_r', 'lora_alpha'];
 /** Fields with controls of their own. */
-const OWN = new Set(['base_model', 'method']);
+const WITH_OWN_CONTROL = new Set(['base_model', 'method']);
 /**
  * @typedef {object} Draft
  * @property {Record<string, any>} values Fields of the request beside the configuration.
@@ -54,13 +54,13 @@ const OWN = new Set(['base_model', 'method']);
  */
 
 /** @returns {Draft} */
-const emptyDraft = () => ({ values: {}, config: {}, texts: {} });
+const createEmptyDraft = () => ({ values: {}, config: {}, texts: {} });
 
 export default function New() {
-  const asked = query.value;
+  const params = query.value;
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
-  const start = useResource((signal) => startingPoint(asked, signal), asked.toString());
-  if (!may('write')) {
+  const start = useResource((signal) => readStartingPoint(params, signal), params.toString());
+  if (!hasScope('write')) {
     return html`
       <h1>New run</h1>
       <p class="box state">
@@ -81,33 +81,33 @@ export default function New() {
         />`
       : html`<${Loading} what="the form" />`;
   return html`<${Form}
-    key=${asked.toString()}
+    key=${params.toString()}
     schema=${schema.data}
     start=${start.data}
-    place=${DRAFT + asked.toString()}
+    place=${DRAFT_KEY + params.toString()}
   />`;
 }
 
 /**
  * Values that the address asks for: those of a run, or of the correction of a failed one.
- * @param {URLSearchParams} asked @param {AbortSignal} signal
+ * @param {URLSearchParams} params @param {AbortSignal} signal
  * @returns {Promise<Draft>}
  */
-async function startingPoint(asked, signal) {
-  const fix = asked.get('fix');
-  const from = asked.get('from');
+async function readStartingPoint(params, signal) {
+  const fix = params.get('fix');
+  const from = params.get('from');
   if (fix) {
     const report = await get(`/v1/runs/${encodeURIComponent(fix)}/postmortem`, {}, signal);
     const run = await get(`/v1/runs/${encodeURIComponent(fix)}`, {}, signal);
-    return { ...draftOf(run), config: report.correction?.config ?? run.config };
+    return { ...createDraft(run), config: report.correction?.config ?? run.config };
   }
-  if (from) return draftOf(await get(`/v1/runs/${encodeURIComponent(from)}`, {}, signal));
-  const named = { dataset_id: asked.get('dataset'), experiment_id: asked.get('experiment') };
-  return { ...emptyDraft(), values: Object.fromEntries(Object.entries(named).filter(([, value]) => value)) };
+  if (from) return createDraft(await get(`/v1/runs/${encodeURIComponent(from)}`, {}, signal));
+  const named = { dataset_id: params.get('dataset'), experiment_id: params.get('experiment') };
+  return { ...createEmptyDraft(), values: Object.fromEntries(Object.entries(named).filter(([, value]) => value)) };
 }
 
 /** @param {any} run @returns {Draft} */
-function draftOf(run) {
+function createDraft(run) {
   const values = {
     name: run.name,
     dataset_id: run.dataset_id,
@@ -131,7 +131,7 @@ function draftOf(run) {
 }
 
 /** @param {string} place @returns {Draft | null} */
-function storedDraft(place) {
+function readStoredDraft(place) {
   try {
     return JSON.parse(sessionStorage.getItem(place) ?? 'null');
   } catch {
@@ -141,19 +141,19 @@ function storedDraft(place) {
 
 /** @param {{ schema: any, start: Draft, place: string }} props */
 function Form({ schema, start, place }) {
-  const groups = useMemo(() => groupsOf(schema), [schema]);
+  const groups = useMemo(() => readGroups(schema), [schema]);
   const [draft, setDraft] = useState(() => {
-    const stored = storedDraft(place);
+    const stored = readStoredDraft(place);
     if (stored) return stored;
     // A run has a value for every field; those that differ from the defaults of its method were chosen.
-    const known = fieldsFor(schema, start.config);
-    const chosen = Object.entries(start.config).filter(
-      ([name, value]) => known.has(name) && !isDefault(known.get(name), value),
+    const fieldsOfMethod = readFieldsOfConfig(schema, start.config);
+    const changed = Object.entries(start.config).filter(
+      ([name, value]) => fieldsOfMethod.has(name) && !isDefault(fieldsOfMethod.get(name), value),
     );
-    return { ...start, config: Object.fromEntries(chosen) };
+    return { ...start, config: Object.fromEntries(changed) };
   });
   const { values, config, texts } = draft;
-  const fields = useMemo(() => fieldsFor(schema, config), [schema, config.method, config.lora_r]);
+  const fields = useMemo(() => readFieldsOfConfig(schema, config), [schema, config.method, config.lora_r]);
   // Before the next task, which may be that of a reload.
   useLayoutEffect(() => sessionStorage.setItem(place, JSON.stringify(draft)), [draft, place]);
   const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) =>
@@ -161,16 +161,16 @@ function Form({ schema, start, place }) {
   const setField = (/** @type {string} */ name, /** @type {string} */ text) => {
     const field = /** @type {import('../new_run_form.js').FormField} */ (fields.get(name));
     const { [name]: _text, ...others } = texts;
-    const { [name]: _value, ...rest } = config;
+    const { [name]: _value, ...otherConfig } = config;
     try {
-      const value = valueOf(field, text);
+      const value = parseValue(field, text);
       // A value that equals the default stays: it keeps its meaning when the method, and so the default, changes.
-      setDraft({ ...draft, texts: others, config: value === undefined ? rest : { ...config, [name]: value } });
+      setDraft({ ...draft, texts: others, config: value === undefined ? otherConfig : { ...config, [name]: value } });
     } catch {
-      setDraft({ ...draft, texts: { ...texts, [name]: text }, config: rest });
+      setDraft({ ...draft, texts: { ...texts, [name]: text }, config: otherConfig });
     }
   };
-  const body = requestOf(values, config);
+  const body = buildRequest(values, config);
   const isChecked = Boolean(values.dataset_id && config.base_model);
   const isReady = isChecked && Object.keys(texts).length === 0;
   const request = JSON.stringify(body);
@@ -185,36 +185,36 @@ function Form({ schema, start, place }) {
   );
   const action = useAction();
   const sent = useRef({ text: '', key: '' });
-  const submit = (/** @type {Event} */ event) => {
+  const startRun = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
       // The same key for the same request: a repeated click, or one after a broken connection, starts no second run.
-      if (sent.current.text !== request) sent.current = { text: request, key: newKey() };
-      const made = await post('/v1/runs', body, { 'Idempotency-Key': sent.current.key });
+      if (sent.current.text !== request) sent.current = { text: request, key: createIdempotencyKey() };
+      const run = await post('/v1/runs', body, { 'Idempotency-Key': sent.current.key });
       sessionStorage.removeItem(place);
-      go(`/runs/${made.id}`);
+      navigate(`/runs/${run.id}`);
     });
   };
-  const errors = settled ? (foundIn(checked)?.errors ?? []) : [];
+  const errors = settled ? (readCheck(checked)?.errors ?? []) : [];
   // Errors of what the form held before prevent no start: a click would be lost if they arrived during it.
   const isRefused = checked.isCurrent && settled === request && errors.length > 0;
   // Texts that are no values of their fields, which the service checks without them.
   const unreadable = Object.entries(texts).map(([name, text]) => ({
     field: `config.${name}`,
-    message: problemOf(/** @type {any} */ (fields.get(name)), text),
+    message: describeProblem(/** @type {any} */ (fields.get(name)), text),
   }));
   const shownErrors = new Map([...errors, ...unreadable].map(({ field, message }) => [field, message]));
   const method = String(config.method ?? schema.properties.method.default);
-  const known = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
-  const chosen = choiceOf(config, method);
-  const objectives = OBJECTIVES.filter(([name]) => known.includes(name));
-  const isAdapter = config.lora_r !== null && chosen.adapter !== 'full';
-  const choose = (/** @type {string} */ objective, /** @type {string} */ adapter) => {
+  const methods = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
+  const choice = readChoice(config, method);
+  const objectives = OBJECTIVES.filter(([name]) => methods.includes(name));
+  const isAdapter = config.lora_r !== null && choice.adapter !== 'full';
+  const chooseMethod = (/** @type {string} */ objective, /** @type {string} */ adapter) => {
     const { lora_r: _rank, ...otherTexts } = texts;
-    setDraft({ ...draft, texts: otherTexts, config: withChoice(config, objective, adapter) });
+    setDraft({ ...draft, texts: otherTexts, config: applyChoice(config, objective, adapter) });
   };
   const effective = settled && checked.data?.valid ? checked.data.effective_config : null;
-  const control = (/** @type {string} */ name) => html`<${Field}
+  const renderField = (/** @type {string} */ name) => html`<${Field}
     key=${name}
     field=${fields.get(name)}
     effective=${effective?.[name]}
@@ -223,12 +223,12 @@ function Form({ schema, start, place }) {
     error=${shownErrors.get(`config.${name}`)}
     onChange=${(/** @type {string} */ text) => setField(name, text)}
   />`;
-  const main = [...(isAdapter ? ADAPTER : []), ...MAIN];
-  return html`<form onSubmit=${submit}>
+  const main = [...(isAdapter ? ADAPTER_FIELDS : []), ...MAIN_FIELDS];
+  return html`<form onSubmit=${startRun}>
     <div class="head sticky">
       <h1 class="grow">New run</h1>
       <div class="acts">
-        <button type="button" class="btn quiet" onClick=${() => setDraft(emptyDraft())}>Clear</button>
+        <button type="button" class="btn quiet" onClick=${() => setDraft(createEmptyDraft())}>Clear</button>
         <button class="btn primary" disabled=${!isReady || action.busy || isRefused}>
           ${action.busy ? 'Starting …' : 'Start the run'}
         </button>
@@ -256,21 +256,21 @@ function Form({ schema, start, place }) {
               label="Objective"
               hint="What the model learns from."
               options=${objectives}
-              value=${chosen.objective}
-              onChange=${(/** @type {string} */ name) => choose(name, chosen.adapter)}
+              value=${choice.objective}
+              onChange=${(/** @type {string} */ name) => chooseMethod(name, choice.adapter)}
             />
             <${Choices}
               label="Trained weights"
               hint="Adapters need less memory."
               options=${ADAPTERS}
-              value=${chosen.adapter}
-              onChange=${(/** @type {string} */ name) => choose(chosen.objective, name)}
+              value=${choice.adapter}
+              onChange=${(/** @type {string} */ name) => chooseMethod(choice.objective, name)}
             />
             ${shownErrors.has('config.method') && html`<p class="err" id="error-method">
               <${Prose} text=${shownErrors.get('config.method')} />
             </p>`}
           </div>
-          <div class="form">${main.map(control)}</div>
+          <div class="form">${main.map(renderField)}</div>
         </section>
         <${Placement} values=${values} errors=${shownErrors} onValue=${setValue} />
         <${OtherFields}
@@ -279,7 +279,7 @@ function Form({ schema, start, place }) {
           method=${method}
           config=${config}
           errors=${shownErrors}
-          control=${control}
+          control=${renderField}
         />
       </div>
       <aside class="side">
@@ -307,10 +307,10 @@ const Choices = ({ label, hint, options, value, onChange }) => html`<div class="
   <p class="legend-text"><b>${label}</b> <span class="hint">${hint}</span></p>
   <div class="choices" role="radiogroup" aria-label=${label}>
     ${options.map(
-      ([name, text, about]) => html`<label class="choice">
+      ([name, text, description]) => html`<label class="choice">
         <input type="radio" name=${label} checked=${name === value} onChange=${() => onChange(name)} />
         <b>${text}</b>
-        <small>${about}</small>
+        <small>${description}</small>
       </label>`,
     )}
   </div>
@@ -323,34 +323,36 @@ function Basics({ values, config, errors, onValue, onModel }) {
     (signal) => get('/v1/runs', { status: 'completed', task: 'train', view: 'row', limit: 50 }, signal),
     'trained',
   );
-  const [wanted, setWanted] = useState('');
-  const search = useSettled(wanted.trim(), 250);
+  const [searchText, setSearchText] = useState('');
+  const search = useSettled(searchText.trim(), 250);
   const datasets = useResource(
     (signal) => get('/v1/datasets', { limit: MOST_LISTED, search }, signal),
     `datasets ${search}`,
   );
-  const found = datasets.data?.data ?? [];
+  const listed = datasets.data?.data ?? [];
   // A chosen dataset may be none of those that the search found.
   const missing = [values.dataset_id, values.eval_dataset_id].filter(
-    (id) => id && datasets.data && !found.some((/** @type {any} */ one) => one.id === id),
+    (id) => id && datasets.data && !listed.some((/** @type {any} */ dataset) => dataset.id === id),
   );
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
-  const change = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
-  const names = found.map((/** @type {any} */ one) => one.name);
+  const setFromEvent = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
+  const names = listed.map((/** @type {any} */ dataset) => dataset.name);
   // Datasets with the same name are listed with their age and the end of their ID.
   const namesakes = new Set(
     names.filter((/** @type {string} */ name, /** @type {number} */ index) => names.indexOf(name) !== index),
   );
   const options = [
     ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
-    ...found.map(
-      (/** @type {any} */ one) => html`<option value=${one.id}>
-        ${one.name} (${one.format}, ${format.counted(one.rows, 'row')}
-        ${namesakes.has(one.name) ? `, ${format.ago(one.created_at, Date.now())}, ${format.shortId(one.id)}` : ''})
+    ...listed.map(
+      (/** @type {any} */ dataset) => html`<option value=${dataset.id}>
+        ${dataset.name} (${dataset.format}, ${format.counted(dataset.rows, 'row')}
+        ${namesakes.has(dataset.name)
+          ? `, ${format.ago(dataset.created_at, Date.now())}, ${format.shortId(dataset.id)}`
+          : ''})
       </option>`,
     ),
   ];
-  const error = (/** @type {string} */ name) =>
+  const showError = (/** @type {string} */ name) =>
     errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   return html`
     <div class="f w6">
@@ -366,12 +368,12 @@ function Basics({ values, config, errors, onValue, onModel }) {
         onInput=${(/** @type {any} */ event) => onModel(event.target.value)}
       />
       <datalist id="models">
-        ${(models.data?.data ?? []).map((/** @type {any} */ one) => html`<option value=${one.id}></option>`)}
+        ${(models.data?.data ?? []).map((/** @type {any} */ model) => html`<option value=${model.id}></option>`)}
         ${(trained.data?.data ?? []).map(
-          (/** @type {any} */ one) => html`<option value=${one.id}>${`output of ${one.name}`}</option>`,
+          (/** @type {any} */ run) => html`<option value=${run.id}>${`output of ${run.name}`}</option>`,
         )}
       </datalist>
-      ${error('config.base_model') ||
+      ${showError('config.base_model') ||
       html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}
     </div>
     <div class="f w6">
@@ -382,43 +384,47 @@ function Basics({ values, config, errors, onValue, onModel }) {
         maxlength="200"
         placeholder="method and model"
         value=${values.name ?? ''}
-        onInput=${change('name')}
+        onInput=${setFromEvent('name')}
       />
-      ${error('name')}
+      ${showError('name')}
     </div>
     <div class="f w6">
       <label for="field-dataset_id" title="dataset_id">Dataset</label>
-      <select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${change('dataset_id')}>
+      <select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${setFromEvent('dataset_id')}>
         <option value="">Choose …</option>
         ${options}
       </select>
-      ${error('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
-      ${(datasets.data?.has_more || wanted) && html`<input
+      ${showError('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
+      ${(datasets.data?.has_more || searchText) && html`<input
         type="search"
         class="small"
         placeholder="Search datasets"
         aria-label="Search datasets by name or ID"
-        value=${wanted}
-        onInput=${(/** @type {any} */ event) => setWanted(event.target.value)}
+        value=${searchText}
+        onInput=${(/** @type {any} */ event) => setSearchText(event.target.value)}
       />`}
     </div>
     <div class="f w6">
       <label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label>
-      <select id="field-eval_dataset_id" value=${values.eval_dataset_id ?? ''} onChange=${change('eval_dataset_id')}>
+      <select
+        id="field-eval_dataset_id"
+        value=${values.eval_dataset_id ?? ''}
+        onChange=${setFromEvent('eval_dataset_id')}
+      >
         <option value="">none</option>
         ${options}
       </select>
-      ${error('eval_dataset_id')}
+      ${showError('eval_dataset_id')}
     </div>
     <div class="f w6">
       <label for="field-experiment_id" title="experiment_id">Experiment</label>
-      <select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${change('experiment_id')}>
+      <select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${setFromEvent('experiment_id')}>
         <option value="">default</option>
         ${(experiments.data?.data ?? [])
-          .filter((/** @type {any} */ one) => one.id !== DEFAULT_EXPERIMENT)
-          .map((/** @type {any} */ one) => html`<option value=${one.id}>${one.name}</option>`)}
+          .filter((/** @type {any} */ experiment) => experiment.id !== DEFAULT_EXPERIMENT)
+          .map((/** @type {any} */ experiment) => html`<option value=${experiment.id}>${experiment.name}</option>`)}
       </select>
-      ${error('experiment_id')}
+      ${showError('experiment_id')}
     </div>
     <div class="f w6">
       <label for="field-tags" title="tags">Tags</label>
@@ -428,7 +434,7 @@ function Basics({ values, config, errors, onValue, onModel }) {
         onWords=${(/** @type {string[]} */ tags) => onValue('tags', tags)}
       />
       <p class="hint">Separated by commas.</p>
-      ${error('tags')}
+      ${showError('tags')}
     </div>
   `;
 }
@@ -440,17 +446,17 @@ function Basics({ values, config, errors, onValue, onModel }) {
  */
 function Words({ id, placeholder, words, onWords }) {
   const [text, setText] = useState(words.join(', '));
-  const wordsOf = (/** @type {string} */ from) =>
-    from
+  const splitWords = (/** @type {string} */ list) =>
+    list
       .split(',')
       .map((word) => word.trim())
       .filter(Boolean);
   useEffect(() => {
-    if (!same(wordsOf(text), words)) setText(words.join(', '));
+    if (!areEqual(splitWords(text), words)) setText(words.join(', '));
   }, [words.join('\n')]);
   const onInput = (/** @type {any} */ event) => {
     setText(event.target.value);
-    onWords(wordsOf(event.target.value));
+    onWords(splitWords(event.target.value));
   };
   return html`<input id=${id} type="text" placeholder=${placeholder} value=${text} onInput=${onInput} />`;
 }
@@ -467,16 +473,17 @@ function Placement({ values, errors, onValue }) {
     const next = value === null ? others : { ...others, [name]: value };
     onValue('resources', Object.keys(next).length ? next : null);
   };
-  const numberOf = (/** @type {any} */ event) => (event.target.value.trim() === '' ? null : Number(event.target.value));
+  const readNumber = (/** @type {any} */ event) =>
+    event.target.value.trim() === '' ? null : Number(event.target.value);
   // A number, `all`, or what the service refuses by name.
-  const countOf = (/** @type {any} */ event) =>
-    /^\s*\d*\s*$/.test(event.target.value) ? numberOf(event) : event.target.value.trim();
-  const error = (/** @type {string} */ name) =>
+  const readCount = (/** @type {any} */ event) =>
+    /^\s*\d*\s*$/.test(event.target.value) ? readNumber(event) : event.target.value.trim();
+  const showError = (/** @type {string} */ name) =>
     errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
-  const set = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
+  const countSet = ['resources', 'priority', 'max_restarts', 'backend'].filter((name) => values[name] != null).length;
   return html`<section class="box" aria-label="Placement">
     <details class="group">
-      <summary>Placement and restarts<span class="muted num">${set > 0 ? `${set} set` : ''}</span></summary>
+      <summary>Placement and restarts<span class="muted num">${countSet > 0 ? `${countSet} set` : ''}</span></summary>
       <div class="form">
         <div class="f">
           <label for="field-kind" title="resources.kind">Device</label>
@@ -489,7 +496,7 @@ function Placement({ values, errors, onValue }) {
             <option value="cuda">GPU</option>
             <option value="cpu">CPU</option>
           </select>
-          ${error('resources.kind')}
+          ${showError('resources.kind')}
         </div>
         <div class="f">
           <label for="field-devices" title="resources.devices">Devices</label>
@@ -498,9 +505,9 @@ function Placement({ values, errors, onValue }) {
             type="text"
             placeholder="1"
             value=${resources.devices ?? ''}
-            onInput=${(/** @type {any} */ event) => setResource('devices', countOf(event))}
+            onInput=${(/** @type {any} */ event) => setResource('devices', readCount(event))}
           />
-          ${error('resources.devices') ||
+          ${showError('resources.devices') ||
           html`<p class="hint">
             Devices in all, of one worker unless there are several hosts: a number, or <code>all</code>.
           </p>`}
@@ -514,9 +521,9 @@ function Placement({ values, errors, onValue }) {
             max="1024"
             placeholder="1"
             value=${resources.hosts ?? ''}
-            onInput=${(/** @type {any} */ event) => setResource('hosts', numberOf(event))}
+            onInput=${(/** @type {any} */ event) => setResource('hosts', readNumber(event))}
           />
-          ${error('resources.hosts') ||
+          ${showError('resources.hosts') ||
           html`<p class="hint">Workers that train it together, each with its share of the devices.</p>`}
         </div>
         <div class="f">
@@ -530,7 +537,7 @@ function Placement({ values, errors, onValue }) {
             <option value="none">a replica on each</option>
             <option value="full">divided among them</option>
           </select>
-          ${error('resources.sharding')}
+          ${showError('resources.sharding')}
         </div>
         <div class="f">
           <label for="field-gpu" title="resources.gpu">GPU</label>
@@ -541,7 +548,7 @@ function Placement({ values, errors, onValue }) {
             value=${resources.gpu ?? ''}
             onInput=${(/** @type {any} */ event) => setResource('gpu', event.target.value.trim() || null)}
           />
-          ${error('resources.gpu') || html`<p class="hint">Whole words of its name, such as <code>h200</code>.</p>`}
+          ${showError('resources.gpu') || html`<p class="hint">Whole words of its name, such as <code>h200</code>.</p>`}
         </div>
         <div class="f">
           <label for="field-sequence_parallel" title="resources.sequence_parallel">Devices that share a sequence</label>
@@ -552,9 +559,9 @@ function Placement({ values, errors, onValue }) {
             max="1024"
             placeholder="1"
             value=${resources.sequence_parallel ?? ''}
-            onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', numberOf(event))}
+            onInput=${(/** @type {any} */ event) => setResource('sequence_parallel', readNumber(event))}
           />
-          ${error('resources.sequence_parallel') ||
+          ${showError('resources.sequence_parallel') ||
           html`<p class="hint">For long sequences: each device has a part of every sequence.</p>`}
         </div>
         <div class="f">
@@ -566,9 +573,9 @@ function Placement({ values, errors, onValue }) {
             max="1024"
             placeholder="1"
             value=${resources.expert_parallel ?? ''}
-            onInput=${(/** @type {any} */ event) => setResource('expert_parallel', numberOf(event))}
+            onInput=${(/** @type {any} */ event) => setResource('expert_parallel', readNumber(event))}
           />
-          ${error('resources.expert_parallel') ||
+          ${showError('resources.expert_parallel') ||
           html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}
         </div>
         <div class="f">
@@ -579,9 +586,9 @@ function Placement({ values, errors, onValue }) {
             min="1"
             placeholder="from the estimate"
             value=${resources.memory_mb ?? ''}
-            onInput=${(/** @type {any} */ event) => setResource('memory_mb', numberOf(event))}
+            onInput=${(/** @type {any} */ event) => setResource('memory_mb', readNumber(event))}
           />
-          ${error('resources.memory_mb')}
+          ${showError('resources.memory_mb')}
         </div>
         <div class="f">
           <label for="field-labels" title="resources.labels">Labels</label>
@@ -591,7 +598,7 @@ function Placement({ values, errors, onValue }) {
             words=${resources.labels ?? []}
             onWords=${(/** @type {string[]} */ labels) => setResource('labels', labels.length ? labels : null)}
           />
-          ${error('resources.labels') ||
+          ${showError('resources.labels') ||
           html`<p class="hint">Labels that the worker must have, separated by commas.</p>`}
         </div>
         <div class="f">
@@ -603,9 +610,9 @@ function Placement({ values, errors, onValue }) {
             max="1000"
             placeholder="0"
             value=${values.priority ?? ''}
-            onInput=${(/** @type {any} */ event) => onValue('priority', numberOf(event))}
+            onInput=${(/** @type {any} */ event) => onValue('priority', readNumber(event))}
           />
-          ${error('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}
+          ${showError('priority') || html`<p class="hint">Runs with higher priority start first.</p>`}
         </div>
         <div class="f">
           <label for="field-max_restarts" title="max_restarts">Restarts</label>
@@ -616,9 +623,9 @@ function Placement({ values, errors, onValue }) {
             max="100"
             placeholder=${DEFAULT_RESTARTS}
             value=${values.max_restarts ?? ''}
-            onInput=${(/** @type {any} */ event) => onValue('max_restarts', numberOf(event))}
+            onInput=${(/** @type {any} */ event) => onValue('max_restarts', readNumber(event))}
           />
-          ${error('max_restarts') ||
+          ${showError('max_restarts') ||
           html`<p class="hint">Most restarts after losses since the last new checkpoint.</p>`}
         </div>
         <div class="f">
@@ -630,10 +637,10 @@ function Placement({ values, errors, onValue }) {
           >
             <option value="">default (celery)</option>
             ${(backends.data?.data ?? [])
-              .filter((/** @type {any} */ one) => one.name !== 'celery' && !one.unavailable_reason)
-              .map((/** @type {any} */ one) => html`<option value=${one.name}>${one.name}</option>`)}
+              .filter((/** @type {any} */ backend) => backend.name !== 'celery' && !backend.unavailable_reason)
+              .map((/** @type {any} */ backend) => html`<option value=${backend.name}>${backend.name}</option>`)}
           </select>
-          ${error('backend')}
+          ${showError('backend')}
         </div>
       </div>
     </details>
@@ -646,33 +653,42 @@ function Placement({ values, errors, onValue }) {
  */
 function Field({ field, effective, value, text, error, onChange }) {
   const id = `field-${field.name}`;
-  const shown = text ?? textOf(field, value);
-  const about = { id, 'aria-describedby': `${id}-about`, 'aria-invalid': error ? 'true' : undefined };
+  const shownText = text ?? formatValue(field, value);
+  const attributes = { id, 'aria-describedby': `${id}-about`, 'aria-invalid': error ? 'true' : undefined };
   const onInput = (/** @type {any} */ event) => onChange(event.target.value);
-  const used = effective === undefined || value !== undefined ? field.fallback : effective;
-  const fallback = used == null || isDefault({ ...field, fallback: undefined }, used) ? 'none' : textOf(field, used);
+  const effectiveDefault = effective === undefined || value !== undefined ? field.fallback : effective;
+  const fallback =
+    effectiveDefault == null || isDefault({ ...field, fallback: undefined }, effectiveDefault)
+      ? 'none'
+      : formatValue(field, effectiveDefault);
   let control;
   if (field.kind === 'boolean' || field.kind === 'choice') {
     const choices = field.kind === 'boolean' ? ['true', 'false'] : field.choices;
-    control = html`<select ...${about} value=${shown} onChange=${onInput}>
+    control = html`<select ...${attributes} value=${shownText} onChange=${onInput}>
       <option value="">${`default (${fallback})`}</option>
       ${field.isNullable && field.fallback != null && html`<option value=${NONE}>${NONE}</option>`}
-      ${choices.map((one) => html`<option value=${one}>${one}</option>`)}
+      ${choices.map((choice) => html`<option value=${choice}>${choice}</option>`)}
     </select>`;
   } else if (field.kind === 'list' || field.kind === 'json') {
-    control = html`<textarea ...${about} rows="2" placeholder=${fallback} value=${shown} onInput=${onInput}></textarea>`;
+    control = html`<textarea
+      ...${attributes}
+      rows="2"
+      placeholder=${fallback}
+      value=${shownText}
+      onInput=${onInput}
+    ></textarea>`;
   } else {
     control = html`<input
-      ...${about}
+      ...${attributes}
       type="text"
       inputmode=${field.kind === 'number' || field.kind === 'integer' ? 'decimal' : undefined}
       placeholder=${fallback}
-      value=${shown}
+      value=${shownText}
       onInput=${onInput}
     />`;
   }
   return html`<div class=${field.kind === 'json' ? 'f w12' : 'f'}>
-    <label for=${id} title=${field.name}>${labelOf(field.name)}</label>
+    <label for=${id} title=${field.name}>${formatLabel(field.name)}</label>
     ${control}
     ${error
       ? html`<p class="err" id=${`${id}-about`}><${Prose} text=${error} /></p>`
@@ -685,7 +701,7 @@ function Field({ field, effective, value, text, error, onChange }) {
 }
 
 /** @param {string} name */
-const labelOf = (name) => {
+const formatLabel = (name) => {
   const words = name
     .replaceAll('_', ' ')
     .replace(/\blora\b/, 'LoRA')
@@ -693,14 +709,14 @@ const labelOf = (name) => {
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
 
-/** @param {{ groups: ReturnType<typeof groupsOf>, main: string[], method: string, config: Record<string, unknown>, errors: Map<string, string>, control: (name: string) => any }} props */
+/** @param {{ groups: ReturnType<typeof readGroups>, main: string[], method: string, config: Record<string, unknown>, errors: Map<string, string>, control: (name: string) => any }} props */
 function OtherFields({ groups, main, method, config, errors, control }) {
   const [text, setText] = useState('');
-  const wanted = text.trim().toLowerCase().replaceAll(' ', '_');
+  const nameSearch = text.trim().toLowerCase().replaceAll(' ', '_');
   const isShown = (/** @type {import('../new_run_form.js').FormField} */ field) =>
-    !OWN.has(field.name) &&
-    (wanted
-      ? field.name.includes(wanted) || field.description.toLowerCase().includes(text.trim().toLowerCase())
+    !WITH_OWN_CONTROL.has(field.name) &&
+    (nameSearch
+      ? field.name.includes(nameSearch) || field.description.toLowerCase().includes(text.trim().toLowerCase())
       : !main.includes(field.name) && (!OBJECTIVES.some(([name]) => name === field.name) || field.name === method));
   return html`<section class="box" aria-label="More fields">
     <header>
@@ -716,16 +732,19 @@ function OtherFields({ groups, main, method, config, errors, control }) {
       />
     </header>
     ${groups.map(({ group, fields }) => {
-      const shown = fields.filter(isShown);
-      if (shown.length === 0) return null;
-      const set = shown.filter((field) => field.name in config).length;
-      const wrong = shown.some((field) => errors.has(`config.${field.name}`));
-      return html`<details class="group" key=${group} open=${wanted !== '' || wrong}>
+      const shownFields = fields.filter(isShown);
+      if (shownFields.length === 0) return null;
+      const countSet = shownFields.filter((field) => field.name in config).length;
+      const hasErrors = shownFields.some((field) => errors.has(`config.${field.name}`));
+      return html`<details class="group" key=${group} open=${nameSearch !== '' || hasErrors}>
         <summary>
           ${group}
-          <span class="muted num">${format.counted(shown.length, 'field')}${set > 0 ? `, ${set} set` : ''}</span>
+          <span class="muted num">
+            ${format.counted(shownFields.length, 'field')}
+            ${countSet > 0 ? `, ${countSet} set` : ''}
+          </span>
         </summary>
-        <div class="form">${shown.map((field) => control(field.name))}</div>
+        <div class="form">${shownFields.map((field) => control(field.name))}</div>
       </details>`;
     })}
   </section>`;
@@ -736,14 +755,14 @@ function OtherFields({ groups, main, method, config, errors, control }) {
  * @param {import('../resource.js').Resource<any>} checked
  * @returns {{ valid: boolean, errors: any[], warnings: any[] } | undefined}
  */
-const foundIn = ({ data, error }) =>
+const readCheck = ({ data, error }) =>
   error?.errors.length ? { valid: false, errors: error.errors, warnings: [] } : error ? undefined : data;
 
 /**
  * Show the control of a field of the request.
  * @param {string} name Such as `config.dpo.beta` or `resources.kind`.
  */
-function show(name) {
+function focusField(name) {
   const control = document.getElementById(`field-${name.replace(/^(config|resources)\./, '').split('.')[0]}`);
   control?.closest('details')?.setAttribute('open', '');
   control?.focus();
@@ -755,9 +774,9 @@ function show(name) {
  * @param {import('../new_run_form.js').FormField} field
  * @param {string} text
  */
-function problemOf(field, text) {
+function describeProblem(field, text) {
   try {
-    valueOf(field, text);
+    parseValue(field, text);
     return '';
   } catch (error) {
     return /** @type {Error} */ (error).message;
@@ -766,7 +785,7 @@ function problemOf(field, text) {
 
 /** @param {{ isChecked: boolean, unreadable: { field: string, message: string }[], checked: import('../resource.js').Resource<any> | null }} props */
 function Checks({ isChecked, unreadable, checked }) {
-  const result = checked && foundIn(checked);
+  const result = checked && readCheck(checked);
   const names = new Set(unreadable.map(({ field }) => field));
   const errors = [
     ...unreadable,
@@ -783,7 +802,7 @@ function Checks({ isChecked, unreadable, checked }) {
       ${(result || errors.length > 0) && html`<ul class="checks">
         ${errors.map(
           (/** @type {any} */ error) => html`<li class="error-text">
-            <button type="button" class="link" onClick=${() => show(error.field)}>
+            <button type="button" class="link" onClick=${() => focusField(error.field)}>
               ${error.field}
             </button> <${Prose} text=${error.message} />
           </li>`,
@@ -797,7 +816,7 @@ function Checks({ isChecked, unreadable, checked }) {
 }
 
 /** @type {Record<string, string>} What an estimate is based on. */
-const BASES = {
+const BASIS_LABELS = {
   formula: 'by formula',
   history: 'from earlier runs of this model',
   comparable: 'from runs on this kind of device',
@@ -811,7 +830,7 @@ function Estimate({ estimate }) {
   const parts = Object.entries(memory ?? {}).filter(
     ([name, size]) => name !== 'total' && /** @type {number} */ (size) > 0,
   );
-  const whole = Math.max(
+  const scale = Math.max(
     device.memory_mb ?? 0,
     memory?.total ?? 0,
     parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0),
@@ -835,7 +854,7 @@ function Estimate({ estimate }) {
         >
           ${parts.map(
             ([, size], index) => html`<i style=${{
-              width: `${(100 * /** @type {number} */ (size)) / whole}%`,
+              width: `${(100 * /** @type {number} */ (size)) / scale}%`,
               background: `var(--c${(index % 8) + 1})`,
             }}></i>`,
           )}
@@ -852,15 +871,17 @@ function Estimate({ estimate }) {
       ${fit && fit.fits === false && html`
         <p class="error-text"><${Prose} text=${fit.reason} /></p>
         ${fit.advice.length > 0 && html`<ul class="checks">
-          ${fit.advice.map((/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`)}
+          ${fit.advice.map(
+            (/** @type {string} */ sentence) => html`<li class="sub"><${Prose} text=${sentence} /></li>`,
+          )}
         </ul>`}
       `}
       ${others.length > 0 && html`<details>
         <summary class="sub">${format.counted(others.length, 'other device')}</summary>
         <ul class="checks">
           ${others.map(
-            (/** @type {any} */ one) => html`<li class=${one.fits === false ? 'warning-text' : 'sub'}>
-              ${one.device.name}: <${Prose} text=${one.reason} />
+            (/** @type {any} */ otherFit) => html`<li class=${otherFit.fits === false ? 'warning-text' : 'sub'}>
+              ${otherFit.device.name}: <${Prose} text=${otherFit.reason} />
             </li>`,
           )}
         </ul>
@@ -884,7 +905,7 @@ function Estimate({ estimate }) {
           .filter(([, basis]) => basis != null)
           .map(
             ([name, basis]) =>
-              `${name === 'seconds' ? 'time' : 'memory'} ${BASES[/** @type {string} */ (basis)] ?? basis}`,
+              `${name === 'seconds' ? 'time' : 'memory'} ${BASIS_LABELS[/** @type {string} */ (basis)] ?? basis}`,
           )
           .join('; ')
           .replace(/^./, (first) => first.toUpperCase())}
@@ -893,8 +914,8 @@ function Estimate({ estimate }) {
         <summary class="sub">${format.counted(estimate.unknown.length, 'value')} unknown</summary>
         <ul class="checks">
           ${estimate.unknown.map(
-            (/** @type {any} */ one) => html`<li class="sub">
-              <code>${one.field}</code> <${Prose} text=${one.reason} />
+            (/** @type {any} */ unknown) => html`<li class="sub">
+              <code>${unknown.field}</code> <${Prose} text=${unknown.reason} />
             </li>`,
           )}
         </ul>
@@ -903,7 +924,7 @@ function Estimate({ estimate }) {
         <summary class="sub">Assumptions</summary>
         <ul class="checks">
           ${estimate.assumptions.map(
-            (/** @type {string} */ one) => html`<li class="sub"><${Prose} text=${one} /></li>`,
+            (/** @type {string} */ sentence) => html`<li class="sub"><${Prose} text=${sentence} /></li>`,
           )}
         </ul>
       </details>`}
@@ -914,7 +935,7 @@ function Estimate({ estimate }) {
 /** @param {{ body: any }} props */
 function Request({ body }) {
   const [form, setForm] = useState('yaml');
-  const text = form === 'yaml' ? yamlOf(body) : curlOf(location.origin, body);
+  const text = form === 'yaml' ? formatYaml(body) : formatCurl(location.origin, body);
   return html`<section class="box" aria-label="Request">
     <header>
       <h2>Request</h2>

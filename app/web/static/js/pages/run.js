@@ -15,7 +15,7 @@ import { Files } from '../run/files.js';
 import { Head } from '../run/head.js';
 import { History } from '../run/history.js';
 import { Log } from '../run/log.js';
-import { Samples, byPrompt } from '../run/samples.js';
+import { Samples, groupByPrompt } from '../run/samples.js';
 import { Summary } from '../run/summary.js';
 
 export const title = 'Run';
@@ -37,17 +37,17 @@ export default function Run({ id }) {
       ? html`<${RequestFailure} error=${error} /><p><a href="/">All runs</a></p>`
       : html`<${Loading} what="the run" />`;
   }
-  return html`<${View} store=${store} />`;
+  return html`<${RunView} store=${store} />`;
 }
 
 /** @param {{ store: RunStore }} props */
-function View({ store }) {
+function RunView({ store }) {
   const run = store.run.value;
   void store.samplesVersion.value;
   useEffect(() => {
     document.title = `${run.name} · Anneal`;
   }, [run.name]);
-  const asked = query.value.get('tab') ?? 'overview';
+  const requestedTab = query.value.get('tab') ?? 'overview';
   const tabs = [
     ['overview', 'Overview', null],
     ['log', 'Log', null],
@@ -61,9 +61,9 @@ function View({ store }) {
       store.attempts.value && store.attempts.value.length > 1 ? store.attempts.value.length : null,
     ],
   ];
-  const tab = tabs.some(([key]) => key === asked) ? asked : 'overview';
-  const href = (/** @type {any} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
-  const failed = Object.entries(store.failures.value);
+  const tab = tabs.some(([key]) => key === requestedTab) ? requestedTab : 'overview';
+  const tabAddress = (/** @type {any} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
+  const failures = Object.entries(store.failures.value);
   const tabBar = useRef(/** @type {HTMLElement | null} */ (null));
   useEffect(() => {
     // In a narrow window the tabs scroll: show the one that is open.
@@ -74,8 +74,8 @@ function View({ store }) {
   return html`
     <${Head} store=${store} />
     <${Summary} store=${store} />
-    ${failed.length > 0 && html`<div class="box inside" role="alert">
-      ${failed.map(
+    ${failures.length > 0 && html`<div class="box inside" role="alert">
+      ${failures.map(
         ([part, error]) => html`<p key=${part} class="error-text">
           The ${part} could not be read,
           and ${error.isTemporary ? 'are tried again' : 'are not shown'}: <${Prose} text=${error.message} />
@@ -87,7 +87,7 @@ function View({ store }) {
     </div>`}
     <nav class="tabs" aria-label="Parts of the run" ref=${tabBar}>
       ${tabs.map(
-        ([key, name, count]) => html`<a href=${href(key)} aria-current=${key === tab ? 'page' : undefined}>
+        ([key, name, count]) => html`<a href=${tabAddress(key)} aria-current=${key === tab ? 'page' : undefined}>
           ${name}
           ${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}
         </a>`,
@@ -107,7 +107,7 @@ function View({ store }) {
 function Overview({ store }) {
   const run = store.run.value;
   const checkpoints = store.checkpoints.value ?? [];
-  const newest = byPrompt(store.samples)[0];
+  const newest = groupByPrompt(store.samples)[0];
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
   return html`
     ${run.status === 'failed' && html`<${Failure} store=${store} />`}
@@ -125,15 +125,15 @@ function Overview({ store }) {
             ${checkpoints
               .slice(0, 4)
               .map(
-                (one) => html`<li key=${one.id}>
-                  <span class="num name">${format.integer(one.step)}</span>
+                (checkpoint) => html`<li key=${checkpoint.id}>
+                  <span class="num name">${format.integer(checkpoint.step)}</span>
                   <span class="grow sub num">
-                    ${one.metrics[evalName] != null
-                      ? `eval ${format.loss(one.metrics[evalName])}`
-                      : format.bytes(one.bytes)}
+                    ${checkpoint.metrics[evalName] != null
+                      ? `eval ${format.loss(checkpoint.metrics[evalName])}`
+                      : format.bytes(checkpoint.bytes)}
                   </span>
-                  ${one.is_best && html`<span class="tag best">best</span>`}
-                  ${one.pinned && html`<${Icon} name="pin" label="pinned" />`}
+                  ${checkpoint.is_best && html`<span class="tag best">best</span>`}
+                  ${checkpoint.pinned && html`<${Icon} name="pin" label="pinned" />`}
                 </li>`,
               )}
             ${checkpoints.length === 0 && html`<li class="muted">

@@ -10,8 +10,8 @@ import { useResource, useSettled } from '../resource.js';
 import { query, setQuery } from '../router.js';
 import { Bulk } from '../runs/bulk.js';
 import { Columns, Table } from '../runs/table.js';
-import { may } from '../session.js';
-import { follow } from '../stream.js';
+import { hasScope } from '../session.js';
+import { followStream } from '../stream.js';
 
 export const title = 'Runs';
 
@@ -40,31 +40,31 @@ const TASKS = /** @type {[string, string][]} */ ([
 ]);
 
 /** Filters of the address, as the API takes them. */
-function filters() {
-  const asked = query.value;
-  const task = asked.get('task') ?? 'train';
+function readFilters() {
+  const params = query.value;
+  const task = params.get('task') ?? 'train';
   return {
     task: task === 'all' ? null : task,
-    search: asked.get('search'),
-    status: asked.getAll('status'),
-    experiment_id: asked.get('experiment'),
-    base_model: asked.get('model'),
-    method: asked.get('method'),
-    tag: asked.get('tag'),
-    dataset_id: asked.get('dataset'),
+    search: params.get('search'),
+    status: params.getAll('status'),
+    experiment_id: params.get('experiment'),
+    base_model: params.get('model'),
+    method: params.get('method'),
+    tag: params.get('tag'),
+    dataset_id: params.get('dataset'),
   };
 }
 
 export default function Runs() {
-  const asked = query.value;
-  const picked = asked.getAll('pick');
-  const sort = asked.get('sort') ?? DEFAULT_SORT;
-  const order = asked.get('order');
-  const after = asked.get('after');
-  const wanted = { ...filters(), sort, order, after, limit: PAGE_SIZE, view: 'row' };
-  const { status: _status, ...others } = filters();
+  const params = query.value;
+  const picked = params.getAll('pick');
+  const sort = params.get('sort') ?? DEFAULT_SORT;
+  const order = params.get('order');
+  const after = params.get('after');
+  const request = { ...readFilters(), sort, order, after, limit: PAGE_SIZE, view: 'row' };
+  const { status: _status, ...others } = readFilters();
   const [isLive, setLive] = useState(true);
-  const list = useResource((signal) => get('/v1/runs', wanted, signal), JSON.stringify(wanted), {
+  const list = useResource((signal) => get('/v1/runs', request, signal), JSON.stringify(request), {
     everyMs: isLive ? LIVE_EVERY_MS : undefined,
   });
   const counts = useResource((signal) => get('/v1/runs/counts', others, signal), JSON.stringify(others));
@@ -80,7 +80,7 @@ export default function Runs() {
   useEffect(() => {
     /** @type {ReturnType<typeof setTimeout> | undefined} */
     let timer;
-    const close = follow({
+    const close = followStream({
       path: '/v1/events',
       after: null,
       types: ['status', 'end'],
@@ -98,10 +98,12 @@ export default function Runs() {
     };
   }, []);
 
-  const pick = (/** @type {string[]} */ ids) => setQuery({ pick: ids });
-  const names = new Map((experiments.data?.data ?? []).map((/** @type {any} */ one) => [one.id, one.name]));
-  const { task, ...chosen } = filters();
-  const isFiltered = Object.values(chosen).some((value) => (Array.isArray(value) ? value.length : value));
+  const setPicked = (/** @type {string[]} */ ids) => setQuery({ pick: ids });
+  const names = new Map(
+    (experiments.data?.data ?? []).map((/** @type {any} */ experiment) => [experiment.id, experiment.name]),
+  );
+  const { task, ...filters } = readFilters();
+  const isFiltered = Object.values(filters).some((value) => (Array.isArray(value) ? value.length : value));
   return html`
     <div class="head center">
       <h1 class="grow">Runs</h1>
@@ -115,7 +117,7 @@ export default function Runs() {
           : html`<${Table}
               runs=${page.data}
               picked=${picked}
-              onPick=${pick}
+              onPick=${setPicked}
               sort=${sort}
               order=${order}
               experiments=${names}
@@ -178,7 +180,7 @@ function NoRuns({ task, isFiltered }) {
 }
 
 /** Lines of a dataset that can be saved as they are, for a first run. */
-const SAMPLE = [
+const SAMPLE_ROWS = [
   ['What does annealing do?', 'It heats a material and lets it cool slowly, so that it becomes less brittle.'],
   ['Why fine-tune a model?', 'To make it good at one task, in one style, with far less data than it was trained on.'],
 ]
@@ -200,10 +202,10 @@ const FirstSteps = () => html`<div class="state first">
       <p>
         <b>A dataset.</b> One JSON object a line; this sample, saved as <code>chats.jsonl</code>, is enough to try it.
       </p>
-      <pre class="code" tabindex="0" aria-label="Sample of a dataset">${SAMPLE}</pre>
-      ${may('write') && html`<p class="row wrap">
+      <pre class="code" tabindex="0" aria-label="Sample of a dataset">${SAMPLE_ROWS}</pre>
+      ${hasScope('write') && html`<p class="row wrap">
         <a class="btn small" href="/datasets">Upload a dataset</a>
-        <${Copy} text=${SAMPLE} shown="Copy the sample" label="Copy the sample" />
+        <${Copy} text=${SAMPLE_ROWS} shown="Copy the sample" label="Copy the sample" />
       </p>`}
     </li>
     <li>
@@ -215,36 +217,38 @@ const FirstSteps = () => html`<div class="state first">
     <li>
       <p>
         <b>A run.</b> Of this model on this
-        dataset.${may('write') ? '' : html` A key with the scope <code>write</code> can start one.`}
+        dataset.${hasScope('write') ? '' : html` A key with the scope <code>write</code> can start one.`}
       </p>
-      ${may('write') && html`<p><a class="btn primary small" href="/new">New run</a></p>`}
+      ${hasScope('write') && html`<p><a class="btn primary small" href="/new">New run</a></p>`}
     </li>
   </ol>
 </div>`;
 
 /** @param {{ counts: Record<string, number>, experiments: { id: string, name: string }[] }} props */
 function Filters({ counts, experiments }) {
-  const asked = query.value;
-  const [text, setText] = useState(asked.get('search') ?? '');
+  const params = query.value;
+  const [text, setText] = useState(params.get('search') ?? '');
   const settled = useSettled(text.trim(), 250);
-  const inAddress = asked.get('search') ?? '';
+  const inAddress = params.get('search') ?? '';
   useEffect(() => {
     if (settled !== (query.peek().get('search') ?? '')) setQuery({ search: settled || null, after: null });
   }, [settled]);
   useEffect(() => {
     if (inAddress !== text.trim()) setText(inAddress);
   }, [inAddress]);
-  const statuses = asked.getAll('status');
-  const flip = (/** @type {string} */ status) =>
+  const statuses = params.getAll('status');
+  const toggleStatus = (/** @type {string} */ status) =>
     setQuery({
-      status: statuses.includes(status) ? statuses.filter((one) => one !== status) : [...statuses, status],
+      status: statuses.includes(status)
+        ? statuses.filter((otherStatus) => otherStatus !== status)
+        : [...statuses, status],
       after: null,
     });
-  const sort = asked.get('sort') ?? DEFAULT_SORT;
+  const sort = params.get('sort') ?? DEFAULT_SORT;
   return html`<div class="row wrap filters">
     <${Choice}
       label="Kind of runs"
-      value=${asked.get('task') ?? 'train'}
+      value=${params.get('task') ?? 'train'}
       options=${TASKS}
       onChange=${(/** @type {string} */ value) => setQuery({ task: value === 'train' ? null : value, after: null })}
     />
@@ -257,11 +261,11 @@ function Filters({ counts, experiments }) {
     />
     <select
       aria-label="Experiment"
-      value=${asked.get('experiment') ?? ''}
+      value=${params.get('experiment') ?? ''}
       onChange=${(/** @type {any} */ event) => setQuery({ experiment: event.target.value, after: null })}
     >
       <option value="">All experiments</option>
-      ${experiments.map((one) => html`<option value=${one.id}>${one.name}</option>`)}
+      ${experiments.map((experiment) => html`<option value=${experiment.id}>${experiment.name}</option>`)}
     </select>
     <select
       aria-label="Order"
@@ -271,13 +275,13 @@ function Filters({ counts, experiments }) {
     >
       ${SORTS.map(
         ([value, name]) => html`<option value=${value}>
-          ${value === 'created_at' && asked.get('order') === 'asc' ? 'Oldest first' : name}
+          ${value === 'created_at' && params.get('order') === 'asc' ? 'Oldest first' : name}
         </option>`,
       )}
     </select>
     ${['model', 'method', 'tag', 'dataset'].map(
       (name) =>
-        asked.get(name) &&
+        params.get(name) &&
         html`<button
           type="button"
           class="btn small"
@@ -285,7 +289,7 @@ function Filters({ counts, experiments }) {
           onClick=${() => setQuery({ [name]: null, after: null })}
         >
           <span class="clip">
-            ${name}: ${name === 'dataset' ? format.shortId(asked.get(name) ?? '') : asked.get(name)}
+            ${name}: ${name === 'dataset' ? format.shortId(params.get(name) ?? '') : params.get(name)}
           </span>
           <${Icon} name="cross" />
         </button>`,
@@ -301,7 +305,7 @@ function Filters({ counts, experiments }) {
           type="button"
           class="btn quiet small count"
           aria-pressed=${String(statuses.includes(status))}
-          onClick=${() => flip(status)}
+          onClick=${() => toggleStatus(status)}
         >
           <${Chip} status=${status} />
           <span class="num">${format.integer(counts[status] ?? 0)}</span>

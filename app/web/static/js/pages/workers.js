@@ -26,13 +26,13 @@ export default function Workers() {
     <div class="head center">
       <h1 class="grow">Workers</h1>
       ${workers.data && html`<span class="sub num">
-        ${headline(workers.data.data, counts.data?.counts.pending ?? 0)}
+        ${summarize(workers.data.data, counts.data?.counts.pending ?? 0)}
       </span>`}
     </div>
     <${Loaded} resource=${workers} what="workers">
       ${(/** @type {any} */ page) => {
-        const shown = page.data.filter((/** @type {any} */ one) => one.state !== 'offline');
-        if (shown.length === 0) {
+        const shownWorkers = page.data.filter((/** @type {any} */ worker) => worker.state !== 'offline');
+        if (shownWorkers.length === 0) {
           return html`<section class="box">
             <${Empty} title="No worker is online.">
               <p class="muted">
@@ -43,8 +43,13 @@ export default function Workers() {
           </section>`;
         }
         return html`<div class="hosts">
-          ${shown.map(
-            (/** @type {any} */ worker) => html`<${Card} key=${worker.id} worker=${worker} runs=${runs} now=${now} />`,
+          ${shownWorkers.map(
+            (/** @type {any} */ worker) => html`<${WorkerCard}
+              key=${worker.id}
+              worker=${worker}
+              runs=${runs}
+              now=${now}
+            />`,
           )}
         </div>`;
       }}
@@ -53,15 +58,15 @@ export default function Workers() {
 }
 
 /** @param {any[]} workers @param {number} pending */
-export function headline(workers, pending) {
-  const online = workers.filter((one) => one.state === 'online');
-  const devices = online.flatMap((one) => one.devices);
+export function summarize(workers, pending) {
+  const online = workers.filter((worker) => worker.state === 'online');
+  const devices = online.flatMap((worker) => worker.devices);
   const busy = devices.filter((device) => device.run_id).length;
   return `${format.counted(online.length, 'worker')} online · ${busy} of ${format.counted(devices.length, 'device')} busy · ${format.counted(pending, 'run')} pending`;
 }
 
 /** @param {{ worker: any, runs: Map<string, any>, now: number }} props */
-const Card = ({ worker, runs, now }) => html`<section
+const WorkerCard = ({ worker, runs, now }) => html`<section
   class="box"
   aria-label=${`Worker ${worker.host}, ${format.shortId(worker.id)}`}
 >
@@ -89,8 +94,8 @@ const Card = ({ worker, runs, now }) => html`<section
 /** @param {{ device: any, run: any }} props */
 function DeviceRow({ device, run }) {
   const telemetry = device.telemetry;
-  const used = telemetry?.memory_mb;
-  const share = used != null && device.memory_mb ? used / device.memory_mb : null;
+  const usedMb = telemetry?.memory_mb;
+  const share = usedMb != null && device.memory_mb ? usedMb / device.memory_mb : null;
   const facts =
     telemetry &&
     [
@@ -105,7 +110,7 @@ function DeviceRow({ device, run }) {
       <div class="row">
         <span class="name grow clip">${device.name}</span>
         <span class="num muted nowrap">
-          ${used != null ? `${format.gib(used)} of ` : ''}
+          ${usedMb != null ? `${format.gib(usedMb)} of ` : ''}
           ${format.gib(device.memory_mb)} GiB
         </span>
       </div>

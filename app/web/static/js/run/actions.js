@@ -1,7 +1,7 @@
 // Dialogs of the live actions: what each does and costs, before it is requested.
 
 import { html, useState } from '../../vendor/preact.js';
-import { newKey, post } from '../api.js';
+import { createIdempotencyKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
 import { ErrorText } from '../components/states.js';
 import * as format from '../format.js';
@@ -21,29 +21,29 @@ const TITLES = {
 export function ActionDialog({ store, action: name, onClose }) {
   const run = store.run.value;
   const request = useAction();
-  const [values, setValues] = useState(() => initial(name, run));
-  const set = (/** @type {string} */ field) => (/** @type {any} */ event) =>
+  const [values, setValues] = useState(() => initialValues(name, run));
+  const setValue = (/** @type {string} */ field) => (/** @type {any} */ event) =>
     setValues({ ...values, [field]: event.target.type === 'checkbox' ? event.target.checked : event.target.value });
-  const send = (/** @type {Event} */ event) => {
+  const sendAction = (/** @type {Event} */ event) => {
     event.preventDefault();
     request.run(async () => {
-      await post(`/v1/runs/${run.id}/actions`, body(name, values), { 'Idempotency-Key': newKey() });
-      store.renew(0);
+      await post(`/v1/runs/${run.id}/actions`, buildBody(name, values), { 'Idempotency-Key': createIdempotencyKey() });
+      store.scheduleRenewal(0);
       onClose();
     });
   };
   const title = TITLES[/** @type {keyof typeof TITLES} */ (name)];
   return html`<${Dialog} title=${title} onClose=${onClose}>
-    <form class="stackform" onSubmit=${send}>
-      <p class="muted">${cost(name, store)}</p>
+    <form class="stackform" onSubmit=${sendAction}>
+      <p class="muted">${describeCost(name, store)}</p>
       ${name === 'checkpoint' && html`<label class="check">
-        <input type="checkbox" checked=${values.pin} onChange=${set('pin')} />
+        <input type="checkbox" checked=${values.pin} onChange=${setValue('pin')} />
         Pin it, so that retention never deletes it
       </label>`}
       ${name === 'sample' && html`
         <div class="f">
           <label for="prompts">Prompts, one per line</label>
-          <textarea id="prompts" rows="4" required value=${values.prompts} onInput=${set('prompts')}></textarea>
+          <textarea id="prompts" rows="4" required value=${values.prompts} onInput=${setValue('prompts')}></textarea>
           <p class="hint">At most 8 prompts.</p>
         </div>
         <div class="row">
@@ -55,7 +55,7 @@ export function ActionDialog({ store, action: name, onClose }) {
               min="1"
               max="512"
               value=${values.max_new_tokens}
-              onInput=${set('max_new_tokens')}
+              onInput=${setValue('max_new_tokens')}
             />
           </div>
           <div class="f">
@@ -67,7 +67,7 @@ export function ActionDialog({ store, action: name, onClose }) {
               max="10"
               step="0.1"
               value=${values.temperature}
-              onInput=${set('temperature')}
+              onInput=${setValue('temperature')}
             />
           </div>
         </div>
@@ -80,7 +80,7 @@ export function ActionDialog({ store, action: name, onClose }) {
           inputmode="decimal"
           required
           value=${values.learning_rate}
-          onInput=${set('learning_rate')}
+          onInput=${setValue('learning_rate')}
         />
         <p class="hint">The peak is ${format.significant(run.config.learning_rate)}. The schedule keeps its shape.</p>
       </div>`}
@@ -92,7 +92,7 @@ export function ActionDialog({ store, action: name, onClose }) {
           min=${run.current_step + 1}
           required
           value=${values.max_steps}
-          onInput=${set('max_steps')}
+          onInput=${setValue('max_steps')}
         />
         <p class="hint">Planned are ${format.integer(run.total_steps)} steps.</p>
       </div>`}
@@ -106,7 +106,7 @@ export function ActionDialog({ store, action: name, onClose }) {
 }
 
 /** @param {string} name @param {any} run @returns {Record<string, any>} */
-function initial(name, run) {
+function initialValues(name, run) {
   if (name === 'sample') return { prompts: '', max_new_tokens: 64, temperature: 1 };
   if (name === 'set_learning_rate') return { learning_rate: String((run.config.learning_rate ?? 0) / 2) };
   if (name === 'extend') return { max_steps: String(run.total_steps ? Math.ceil(run.total_steps * 1.5) : '') };
@@ -114,7 +114,7 @@ function initial(name, run) {
 }
 
 /** @param {string} name @param {Record<string, any>} values */
-function body(name, values) {
+function buildBody(name, values) {
   if (name === 'checkpoint') return { action: name, pin: values.pin };
   if (name === 'sample') {
     const prompts = values.prompts
@@ -134,8 +134,8 @@ function body(name, values) {
 }
 
 /** @param {string} name @param {import('../run_store.js').RunStore} store */
-function cost(name, store) {
-  const saves = (store.checkpoints.value ?? []).slice(0, 5).map((one) => one.save_seconds ?? 0);
+function describeCost(name, store) {
+  const saves = (store.checkpoints.value ?? []).slice(0, 5).map((checkpoint) => checkpoint.save_seconds ?? 0);
   if (name === 'checkpoint') {
     return saves.length
       ? `Training pauses for the save; the last ones took up to ${format.duration(Math.max(...saves))}.`

@@ -5,7 +5,14 @@ import { get } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Choice } from '../components/controls.js';
 import { Loading } from '../components/states.js';
-import { emptySeries, extentOf, perStep, positions, stepsWithin, withDetail } from '../curves.js';
+import {
+  createSeries,
+  computeExtent,
+  divideBySteps,
+  computePositions,
+  findStepsWithin,
+  insertDetail,
+} from '../curves.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { useResource } from '../resource.js';
@@ -22,7 +29,7 @@ const AXES = /** @type {[string, string][]} */ ([
 ]);
 const DEFAULT_SMOOTHING = 0.6;
 /** Charts beside that of the losses, in order: series, title, color, format. */
-const KNOWN = /** @type {[string, string, string, (value: number | null | undefined) => string][]} */ ([
+const KNOWN_CHARTS = /** @type {[string, string, string, (value: number | null | undefined) => string][]} */ ([
   ['learning_rate', 'Learning rate', '--c3', format.significant],
   ['grad_norm', 'Gradient norm', '--c4', format.significant],
   ['extra.tokens_per_second', 'Throughput, tokens/s', '--c7', format.integer],
@@ -31,7 +38,7 @@ const KNOWN = /** @type {[string, string, string, (value: number | null | undefi
 ]);
 
 /** @type {Record<string, string>} Titles of the charts of series whose values are sums since the metric before. */
-const PER_STEP = {
+const PER_STEP_TITLES = {
   'extra.step_seconds': 'Seconds per step',
   'extra.data_seconds': 'Wait for data per step, seconds',
   'extra.forward_seconds': 'Forward per step, seconds',
@@ -42,46 +49,53 @@ const PER_STEP = {
 /** @param {{ store: RunStore }} props */
 export function Charts({ store }) {
   void store.curvesVersion.value; // draw again with new points
-  const asked = query.value;
-  const axis = /** @type {Axis} */ (asked.get('axis') ?? 'step');
-  const smoothing = asked.has('smoothing') ? Number(asked.get('smoothing')) : DEFAULT_SMOOTHING;
-  const logScale = asked.get('log') === '1';
-  const zoom = parseZoom(asked.get('zoom'));
+  const params = query.value;
+  const axis = /** @type {Axis} */ (params.get('axis') ?? 'step');
+  const smoothing = params.has('smoothing') ? Number(params.get('smoothing')) : DEFAULT_SMOOTHING;
+  const logScale = params.get('log') === '1';
+  const zoom = parseZoom(params.get('zoom'));
   const [isAll, setAll] = useState(false);
 
-  const starts = (store.attempts.value ?? []).map((one) => one.start_step ?? 0);
+  const starts = (store.attempts.value ?? []).map((attempt) => attempt.start_step ?? 0);
   const detail = useDetail(store, axis, zoom);
-  const curve = (/** @type {string} */ name, /** @type {string} */ label, /** @type {string} */ color, more = {}) => {
-    const whole = store.series.get(name) ?? emptySeries();
-    const series = detail?.[name] ? withDetail(whole, detail[name]) : whole;
-    const y =
-      name in PER_STEP
-        ? perStep(series, store.run.value.config.logging_steps, starts)
+  const buildCurve = (
+    /** @type {string} */ name,
+    /** @type {string} */ label,
+    /** @type {string} */ color,
+    options = {},
+  ) => {
+    const recorded = store.series.get(name) ?? createSeries();
+    const series = detail?.[name] ? insertDetail(recorded, detail[name]) : recorded;
+    const values =
+      name in PER_STEP_TITLES
+        ? divideBySteps(series, store.run.value.config.logging_steps, starts)
         : name === 'gpu_memory_mb'
           ? series.values.map((value) => value && value / 1024)
           : series.values;
     return {
       name: label,
       color,
-      x: positions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }),
-      y,
-      ...more,
+      x: computePositions(series, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }),
+      y: values,
+      ...options,
     };
   };
-  const known = new Set(['loss', 'epoch', ...KNOWN.map(([name]) => name)]);
+  const chartedNames = new Set(['loss', 'epoch', ...KNOWN_CHARTS.map(([name]) => name)]);
   const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
   const rewards = ['extra.reward', 'eval.eval_reward'].filter((name) => store.series.has(name));
   const others = [...store.series.keys()]
-    .filter((name) => !known.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name))
+    .filter(
+      (name) => !chartedNames.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name),
+    )
     .sort();
-  const shown = KNOWN.filter(
+  const shownCharts = KNOWN_CHARTS.filter(
     ([name]) =>
       hasNumbers(store, name) && !(name === 'samples_per_second' && hasNumbers(store, 'extra.tokens_per_second')),
   );
   const scales = { epoch: store.series.get('epoch'), clock: store.timesOfSteps };
-  const extent = extentOf(
+  const extent = computeExtent(
     [...store.series.values()].map(({ steps, values }) =>
-      positions({ steps: [...steps.slice(0, 1), ...steps.slice(-1)], values }, axis, scales),
+      computePositions({ steps: [...steps.slice(0, 1), ...steps.slice(-1)], values }, axis, scales),
     ),
   );
   const common = {
@@ -89,11 +103,13 @@ export function Charts({ store }) {
     zoom,
     extent,
     group: store.id,
-    marks: axis === 'step' ? marksOf(store) : [],
+    marks: axis === 'step' ? collectMarks(store) : [],
     onZoom: (/** @type {[number, number] | null} */ range) =>
       setQuery({ zoom: range && range.map((value) => Number(value.toPrecision(6))).join(',') }),
-    ...(axis === 'epoch' ? { position: (/** @type {number} */ x) => `epoch ${x.toFixed(2)}` } : {}),
-    ...(axis === 'time' ? { position: (/** @type {number} */ x) => format.duration(x), ticks: format.duration } : {}),
+    ...(axis === 'epoch' ? { position: (/** @type {number} */ position) => `epoch ${position.toFixed(2)}` } : {}),
+    ...(axis === 'time'
+      ? { position: (/** @type {number} */ position) => format.duration(position), ticks: format.duration }
+      : {}),
   };
   const byReward = isRewarded(store.run.value.config.method) && rewards.length > 0;
   const lossChart = html`<${LineChart}
@@ -104,8 +120,8 @@ export function Charts({ store }) {
     format=${format.loss}
     ...${common}
     curves=${[
-      curve('loss', 'train', '--c1'),
-      ...evals.map((name, index) => curve(name, evalLabel(name), `--c${(index % 7) + 2}`, { dots: true })),
+      buildCurve('loss', 'train', '--c1'),
+      ...evals.map((name, index) => buildCurve(name, formatEvalLabel(name), `--c${(index % 7) + 2}`, { dots: true })),
     ]}
   />`;
   const rewardChart =
@@ -116,7 +132,9 @@ export function Charts({ store }) {
       shape=${byReward ? 'wide' : ''}
       ...${common}
       curves=${rewards.map((name, index) =>
-        curve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, { dots: name.startsWith('eval') }),
+        buildCurve(name, name.startsWith('eval') ? 'eval' : 'train', `--c${index + 1}`, {
+          dots: name.startsWith('eval'),
+        }),
       )}
     />`;
   if (store.series.size === 0)
@@ -159,7 +177,7 @@ export function Charts({ store }) {
     </div>
     <div class="charts">
       ${byReward ? [rewardChart, lossChart] : [lossChart, rewardChart]}
-      ${shown.map(
+      ${shownCharts.map(
         ([name, title, color, text]) => html`<${LineChart}
           key=${name}
           title=${title}
@@ -167,15 +185,15 @@ export function Charts({ store }) {
           smoothing=${name === 'learning_rate' || name === 'gpu_memory_mb' ? 0 : smoothing}
           logScale=${logScale && name === 'grad_norm'}
           format=${text}
-          curves=${[curve(name, title, color)]}
+          curves=${[buildCurve(name, title, color)]}
         />`,
       )}
       ${(isAll ? others : others.slice(0, 4)).map(
         (name, index) => html`<${LineChart}
           key=${name}
-          title=${otherTitle(name)}
+          title=${formatTitle(name)}
           ...${common}
-          curves=${[curve(name, otherTitle(name), `--c${(index % 8) + 1}`, { dots: name.startsWith('eval.') })]}
+          curves=${[buildCurve(name, formatTitle(name), `--c${(index % 8) + 1}`, { dots: name.startsWith('eval.') })]}
         />`,
       )}
     </div>
@@ -193,29 +211,33 @@ export function Charts({ store }) {
  * @returns {Record<string, import('../curves.js').Series> | undefined}
  */
 function useDetail(store, axis, zoom) {
-  const loss = store.series.get('loss') ?? emptySeries();
+  const loss = store.series.get('loss') ?? createSeries();
   const isThinned = loss.steps.length >= READ_POINTS / 2;
   const range =
     zoom && isThinned
-      ? stepsWithin(loss, positions(loss, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }), zoom)
+      ? findStepsWithin(
+          loss,
+          computePositions(loss, axis, { epoch: store.series.get('epoch'), clock: store.timesOfSteps }),
+          zoom,
+        )
       : null;
   // To the newest point there is no end: else each step of a live run would be another request.
-  const end = range && range[1] < loss.steps[loss.steps.length - 1] ? { to_step: range[1] } : {};
-  const wanted = range && { from_step: range[0], ...end, max_points: READ_POINTS };
-  const found = useResource(
-    (signal) => get(`/v1/runs/${store.id}/metrics`, wanted ?? {}, signal),
-    wanted && `${store.id} ${store.run.value.attempt} ${range[0]} ${end.to_step}`,
+  const lastStep = range && range[1] < loss.steps[loss.steps.length - 1] ? { to_step: range[1] } : {};
+  const detailRequest = range && { from_step: range[0], ...lastStep, max_points: READ_POINTS };
+  const detail = useResource(
+    (signal) => get(`/v1/runs/${store.id}/metrics`, detailRequest ?? {}, signal),
+    detailRequest && `${store.id} ${store.run.value.attempt} ${range[0]} ${lastStep.to_step}`,
     { keep: false },
   );
-  return found.data?.series;
+  return detail.data?.series;
 }
 
 /** @param {RunStore} store @param {string} name */
 const hasNumbers = (store, name) => (store.series.get(name)?.values ?? []).some((value) => value != null);
 
 /** @param {string} name */
-const otherTitle = (name) => {
-  if (name in PER_STEP) return PER_STEP[name];
+const formatTitle = (name) => {
+  if (name in PER_STEP_TITLES) return PER_STEP_TITLES[name];
   const words = name
     .replace(/^extra\./, '')
     .replace(/^eval\.eval_/, 'eval ')
@@ -225,9 +247,9 @@ const otherTitle = (name) => {
 };
 
 /** @param {string} name Such as `eval.eval_loss` or `eval.eval_code_loss`. */
-const evalLabel = (name) => {
-  const set = name.replace(/^eval\.eval_/, '').replace(/_?loss$/, '');
-  return set ? `eval ${set}` : 'eval';
+const formatEvalLabel = (name) => {
+  const evalSet = name.replace(/^eval\.eval_/, '').replace(/_?loss$/, '');
+  return evalSet ? `eval ${evalSet}` : 'eval';
 };
 
 /** @param {string | null} text @returns {[number, number] | null} */
@@ -237,23 +259,27 @@ export function parseZoom(text) {
 }
 
 /** @param {RunStore} store @returns {import('../components/chart.js').Mark[]} */
-function marksOf(store) {
+function collectMarks(store) {
   // Of attempts from the same step, the last one is named.
   const attempts = (store.attempts.value ?? [])
     .slice(1)
-    .filter((one, index, all) => one.start_step != null && all[index + 1]?.start_step !== one.start_step);
+    .filter(
+      (attempt, index, allAttempts) =>
+        attempt.start_step != null && allAttempts[index + 1]?.start_step !== attempt.start_step,
+    );
   const actions = (store.actions.value ?? []).filter(
-    (one) => one.status === 'done' && one.step != null && ['set_learning_rate', 'extend'].includes(one.action),
+    (action) =>
+      action.status === 'done' && action.step != null && ['set_learning_rate', 'extend'].includes(action.action),
   );
   return [
-    ...attempts.map((one) => ({
-      at: one.start_step,
-      text: `attempt ${one.attempt}`,
+    ...attempts.map((attempt) => ({
+      at: attempt.start_step,
+      text: `attempt ${attempt.attempt}`,
       kind: /** @type {'attempt'} */ ('attempt'),
     })),
-    ...actions.map((one) => ({
-      at: one.step,
-      text: one.action === 'extend' ? 'extended' : 'learning rate changed',
+    ...actions.map((action) => ({
+      at: action.step,
+      text: action.action === 'extend' ? 'extended' : 'learning rate changed',
       kind: /** @type {'action'} */ ('action'),
     })),
   ];

@@ -1,19 +1,19 @@
 // Checkpoints of a run: resume from one, pin, export.
 
 import { html, useState } from '../../vendor/preact.js';
-import { call, newKey, post } from '../api.js';
+import { sendRequest, createIdempotencyKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Loading } from '../components/states.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { useAction } from '../resource.js';
-import { go } from '../router.js';
-import { may } from '../session.js';
+import { navigate } from '../router.js';
+import { hasScope } from '../session.js';
 import { ErrorDialog } from './head.js';
 import { ResumeDialog } from './resume.js';
 
-const KINDS = { periodic: 'periodic', stop: 'at a stop', best: 'best evaluation', final: 'last step' };
+const KIND_LABELS = { periodic: 'periodic', stop: 'at a stop', best: 'best evaluation', final: 'last step' };
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
@@ -33,9 +33,11 @@ export function Checkpoints({ store }) {
   }
   const isOver = !LIVE.has(run.status);
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
-  const pin = (/** @type {any} */ one) =>
+  const togglePin = (/** @type {any} */ checkpoint) =>
     action.run(async () => {
-      await call('PATCH', `/v1/runs/${run.id}/checkpoints/${one.id}`, { body: { pinned: !one.pinned } });
+      await sendRequest('PATCH', `/v1/runs/${run.id}/checkpoints/${checkpoint.id}`, {
+        body: { pinned: !checkpoint.pinned },
+      });
       await store.readLists();
     });
   return html`
@@ -56,33 +58,39 @@ export function Checkpoints({ store }) {
         </thead>
         <tbody>
           ${checkpoints.map(
-            (one) => html`<tr key=${one.id}>
+            (checkpoint) => html`<tr key=${checkpoint.id}>
               <td class="num name nowrap">
-                ${format.integer(one.step)} ${one.is_best && html`<span class="tag best">best</span>`} ${one.bad_reason && html`<span
+                ${format.integer(checkpoint.step)} ${checkpoint.is_best && html`<span class="tag best">best</span>`} ${checkpoint.bad_reason && html`<span
                   class="tag warn"
-                  title=${one.bad_reason}
+                  title=${checkpoint.bad_reason}
                 >
                   corrupt
                 </span>`}
               </td>
               <td class="nowrap">
-                ${KINDS[/** @type {keyof typeof KINDS} */ (one.kind)] ?? one.kind}
-                <div class="sub">${format.clock(one.created_at)}</div>
+                ${KIND_LABELS[/** @type {keyof typeof KIND_LABELS} */ (checkpoint.kind)] ?? checkpoint.kind}
+                <div class="sub">${format.clock(checkpoint.created_at)}</div>
               </td>
-              <td class="right num">${one.epoch.toFixed(2)}</td>
-              <td class="right num">${format.loss(one.metrics.loss)}</td>
-              <td class="right num">${format.loss(one.metrics[evalName])}</td>
-              <td class="right num nowrap">${format.bytes(one.bytes)}</td>
-              <td class="right num nowrap">${one.save_seconds == null ? '–' : `${one.save_seconds.toFixed(1)} s`}</td>
-              <td>${one.copies.map((/** @type {string} */ place) => html`<span class="tag">${place}</span> `)}</td>
+              <td class="right num">${checkpoint.epoch.toFixed(2)}</td>
+              <td class="right num">${format.loss(checkpoint.metrics.loss)}</td>
+              <td class="right num">${format.loss(checkpoint.metrics[evalName])}</td>
+              <td class="right num nowrap">${format.bytes(checkpoint.bytes)}</td>
+              <td class="right num nowrap">
+                ${checkpoint.save_seconds == null ? '–' : `${checkpoint.save_seconds.toFixed(1)} s`}
+              </td>
+              <td>
+                ${checkpoint.copies.map(
+                  (/** @type {string} */ copyPlace) => html`<span class="tag">${copyPlace}</span> `,
+                )}
+              </td>
               <td class="right nowrap">
-                ${may('write') && html`
+                ${hasScope('write') && html`
                   <button
                     type="button"
                     class="btn small"
-                    disabled=${!isOver || Boolean(one.bad_reason)}
+                    disabled=${!isOver || Boolean(checkpoint.bad_reason)}
                     title=${isOver ? undefined : 'Stop the run first'}
-                    onClick=${() => setResumed(one)}
+                    onClick=${() => setResumed(checkpoint)}
                   >
                     Resume from here …
                   </button>
@@ -90,9 +98,9 @@ export function Checkpoints({ store }) {
                   <button
                     type="button"
                     class="btn small"
-                    disabled=${!isOver || Boolean(one.bad_reason)}
+                    disabled=${!isOver || Boolean(checkpoint.bad_reason)}
                     title=${isOver ? undefined : 'Stop the run first'}
-                    onClick=${() => setExported(one)}
+                    onClick=${() => setExported(checkpoint)}
                   >
                     Export …
                   </button>
@@ -100,11 +108,11 @@ export function Checkpoints({ store }) {
                   <button
                     type="button"
                     class="btn quiet icon small"
-                    aria-label=${one.pinned
-                      ? `Unpin the checkpoint of step ${one.step}`
-                      : `Pin the checkpoint of step ${one.step}`}
-                    aria-pressed=${String(one.pinned)}
-                    onClick=${() => pin(one)}
+                    aria-label=${checkpoint.pinned
+                      ? `Unpin the checkpoint of step ${checkpoint.step}`
+                      : `Pin the checkpoint of step ${checkpoint.step}`}
+                    aria-pressed=${String(checkpoint.pinned)}
+                    onClick=${() => togglePin(checkpoint)}
                   >
                     <${Icon} name="pin" />
                   </button>
@@ -117,26 +125,30 @@ export function Checkpoints({ store }) {
     </section>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
     ${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed} onClose=${() => setResumed(null)} />`}
-    ${exported && html`<${Export} run=${run} checkpoint=${exported} onClose=${() => setExported(null)} />`}
+    ${exported && html`<${ExportDialog} run=${run} checkpoint=${exported} onClose=${() => setExported(null)} />`}
   `;
 }
 
 /** @param {{ run: any, checkpoint: any, onClose: () => void }} props */
-function Export({ run, checkpoint, onClose }) {
+function ExportDialog({ run, checkpoint, onClose }) {
   const action = useAction();
   const isAdapter = run.config.method !== 'full' && (run.effective_config ?? run.config).lora_r != null;
   const [output, setOutput] = useState(run.config.output ?? 'adapter');
-  const send = (/** @type {Event} */ event) => {
+  const exportCheckpoint = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      const made = await post(`/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`, isAdapter ? { output } : {}, {
-        'Idempotency-Key': newKey(),
-      });
-      go(`/runs/${made.id}`);
+      const exportRun = await post(
+        `/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`,
+        isAdapter ? { output } : {},
+        {
+          'Idempotency-Key': createIdempotencyKey(),
+        },
+      );
+      navigate(`/runs/${exportRun.id}`);
     });
   };
   return html`<${Dialog} title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`} onClose=${onClose}>
-    <form class="stackform" onSubmit=${send}>
+    <form class="stackform" onSubmit=${exportCheckpoint}>
       <p class="muted">
         A short run writes the model; its files are the output of that run, and its ID can be the base model of others.
       </p>

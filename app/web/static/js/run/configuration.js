@@ -6,9 +6,9 @@ import { get } from '../api.js';
 import { Copy } from '../components/controls.js';
 import { Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { fieldsFor, isDefault, same } from '../new_run_form.js';
+import { readFieldsOfConfig, isDefault, areEqual } from '../new_run_form.js';
 import { useResource } from '../resource.js';
-import { factsOf, plansOf } from './facts.js';
+import { collectFacts, describePlans } from './facts.js';
 
 /** @typedef {{ field: string, used: unknown, parent: unknown, fallback: unknown, isDefault: boolean, reason: string }} Row */
 
@@ -18,10 +18,10 @@ export function Configuration({ store }) {
   const [isShort, setShort] = useState(true);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
   const schema = useResource((signal) => get('/v1/config-schema', {}, signal), 'config-schema');
-  const fields = schema.data ? fieldsFor(schema.data, run.config) : new Map();
-  const rows = rowsOf(run, parent.data, fields, store.replaced());
-  const shown = rows.filter(
-    (row) => !isShort || row.reason || !row.isDefault || (parent.data && !same(row.used, row.parent)),
+  const fields = schema.data ? readFieldsOfConfig(schema.data, run.config) : new Map();
+  const rows = buildRows(run, parent.data, fields, store.readReplacements());
+  const shownRows = rows.filter(
+    (row) => !isShort || row.reason || !row.isDefault || (parent.data && !areEqual(row.used, row.parent)),
   );
   return html`
     <section class="box scroll" tabindex="0" role="region" aria-label="Configuration">
@@ -50,7 +50,7 @@ export function Configuration({ store }) {
           </tr>
         </thead>
         <tbody>
-          ${shown.map(
+          ${shownRows.map(
             (row) => html`<tr key=${row.field}>
               <td class="mono nowrap">${row.field}</td>
               <td class="mono"><b>${format.configValue(row.used)}</b></td>
@@ -58,14 +58,16 @@ export function Configuration({ store }) {
                 ${row.isDefault ? html`<span class="faint">same</span>` : format.configValue(row.fallback)}
               </td>
               ${parent.data && html`<td class="mono muted">
-                ${same(row.used, row.parent) ? html`<span class="faint">same</span>` : format.configValue(row.parent)}
+                ${areEqual(row.used, row.parent)
+                  ? html`<span class="faint">same</span>`
+                  : format.configValue(row.parent)}
               </td>`}
               <td class="muted"><${Prose} text=${row.reason} /></td>
             </tr>`,
           )}
         </tbody>
       </table>
-      ${shown.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
+      ${shownRows.length === 0 && html`<p class="state muted">Every field has its default.</p>`}
     </section>
     <${Facts} run=${run} />
   `;
@@ -73,8 +75,8 @@ export function Configuration({ store }) {
 
 /** @param {{ run: any }} props */
 function Facts({ run }) {
-  const facts = factsOf(run);
-  const plans = plansOf(run.facts?.step_plan);
+  const facts = collectFacts(run);
+  const plans = describePlans(run.facts?.step_plan);
   if (facts.length === 0) return null;
   return html`
     <section class="box scroll below" tabindex="0" role="region" aria-label="Run facts">
@@ -127,18 +129,18 @@ function Facts({ run }) {
  * @param {{ field: string, reason: string }[]} replaced
  * @returns {Row[]}
  */
-function rowsOf(run, parent, fields, replaced) {
-  const used = { ...run.config, ...run.effective_config };
-  const reasons = new Map(replaced.map((one) => [one.field, one.reason]));
+function buildRows(run, parent, fields, replaced) {
+  const effective = { ...run.config, ...run.effective_config };
+  const reasons = new Map(replaced.map((replacement) => [replacement.field, replacement.reason]));
   const before = { ...parent?.config, ...parent?.effective_config };
-  return Object.keys(used)
+  return Object.keys(effective)
     .sort()
     .map((field) => ({
       field,
-      used: used[field],
+      used: effective[field],
       parent: before[field],
       fallback: fields.get(field)?.fallback,
-      isDefault: isDefault(fields.get(field), used[field]),
+      isDefault: isDefault(fields.get(field), effective[field]),
       reason: reasons.get(field) ?? '',
     }));
 }

@@ -15,7 +15,7 @@ const KERNEL_PARTS = /** @type {const} */ ([
  * @param {any} run
  * @returns {[string, string][]}
  */
-export function factsOf(run) {
+export function collectFacts(run) {
   const facts = run.facts ?? {};
   const attention = facts.kernels?.attention ?? facts.attention;
   const kernels = [['attention', attention], ...KERNEL_PARTS.map(([key, part]) => [part, facts.kernels?.[key]])];
@@ -30,9 +30,9 @@ export function factsOf(run) {
         .map((pair) => pair.join(' '))
         .join(', '),
     ],
-    ['Precision', precisionOf(run.effective_config ?? {})],
+    ['Precision', describePrecision(run.effective_config ?? {})],
     ['Parameters', total > 0 && `${format.integer(facts.parameters_trainable)} of ${format.integer(total)} trained`],
-    ['Planned step', facts.step_plan && plannedStep(facts.step_plan)],
+    ['Planned step', facts.step_plan && describePlannedStep(facts.step_plan)],
     [
       'Compilation',
       facts.compile_seconds != null && `${format.significant(facts.compile_seconds)} s before the first step`,
@@ -42,7 +42,7 @@ export function factsOf(run) {
 }
 
 /** @param {any} effective */
-function precisionOf({ dtype, load_in_4bit, load_in_8bit, bnb_4bit_quant_type, lora_r, weights_dtype }) {
+function describePrecision({ dtype, load_in_4bit, load_in_8bit, bnb_4bit_quant_type, lora_r, weights_dtype }) {
   if (dtype == null) return null;
   const base = load_in_4bit
     ? `base in 4 bits (${bnb_4bit_quant_type})`
@@ -55,10 +55,10 @@ function precisionOf({ dtype, load_in_4bit, load_in_8bit, bnb_4bit_quant_type, l
 }
 
 /** @param {any} plan */
-function plannedStep(plan) {
+function describePlannedStep(plan) {
   const usable = `${(plan.usable_bytes / GIB).toFixed(1)} GiB`;
   return [
-    stepOf(plan.batch_size, plan.gradient_accumulation_steps),
+    describeStep(plan.batch_size, plan.gradient_accumulation_steps),
     `${plan.recomputed_layers} of ${plan.layers} layers recomputed`,
     plan.needed_bytes == null
       ? `measured peak above ${usable}`
@@ -75,17 +75,17 @@ function plannedStep(plan) {
  * @param {any} plan
  * @returns {{ step: string, recomputed: number, peak: string, seconds: string, source: string }[]}
  */
-export function plansOf(plan) {
+export function describePlans(plan) {
   if (!plan) return [];
   const rows = plan.batch_size * plan.gradient_accumulation_steps;
-  const chosen = {
+  const chosenPlan = {
     rows: plan.batch_size,
     recomputed: plan.recomputed_layers,
     needed_bytes: plan.needed_bytes,
     step_seconds: plan.step_seconds,
   };
-  return [chosen, ...plan.alternatives].map((candidate, index) => ({
-    step: stepOf(candidate.rows, rows / candidate.rows),
+  return [chosenPlan, ...plan.alternatives].map((candidate, index) => ({
+    step: describeStep(candidate.rows, rows / candidate.rows),
     recomputed: candidate.recomputed,
     peak: candidate.needed_bytes == null ? '–' : (candidate.needed_bytes / GIB).toFixed(1),
     seconds: format.significant(candidate.step_seconds),
@@ -94,6 +94,6 @@ export function plansOf(plan) {
 }
 
 /** @param {number} rows @param {number} microBatches */
-function stepOf(rows, microBatches) {
+function describeStep(rows, microBatches) {
   return `${format.counted(rows, 'row')} × ${format.integer(microBatches)} ${microBatches === 1 ? 'micro-batch' : 'micro-batches'}`;
 }

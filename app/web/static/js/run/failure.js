@@ -1,30 +1,30 @@
 // Cause of a failed run, with a correction that one click starts.
 
 import { html, useRef } from '../../vendor/preact.js';
-import { call, get, newKey } from '../api.js';
+import { sendRequest, get, createIdempotencyKey } from '../api.js';
 import { LineChart } from '../components/chart.js';
 import { Icon } from '../components/icon.js';
 import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
-import { go } from '../router.js';
-import { may } from '../session.js';
+import { navigate } from '../router.js';
+import { hasScope } from '../session.js';
 import { ErrorDialog } from './head.js';
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Failure({ store }) {
   const run = store.run.value;
-  const found = useResource((signal) => get(`/v1/runs/${run.id}/postmortem`, {}, signal), run.id);
+  const postmortem = useResource((signal) => get(`/v1/runs/${run.id}/postmortem`, {}, signal), run.id);
   const action = useAction();
-  const report = found.data;
+  const report = postmortem.data;
   const correction = report?.correction;
   // The same key for every click: one after a lost response starts no second run.
-  const key = useRef(newKey());
-  const start = () =>
+  const key = useRef(createIdempotencyKey());
+  const startRun = () =>
     action.run(async () => {
       const { method, path, body } = correction.request;
-      const made = await call(method, path, { body, headers: { 'Idempotency-Key': key.current } });
-      go(`/runs/${made.id}`);
+      const newRun = await sendRequest(method, path, { body, headers: { 'Idempotency-Key': key.current } });
+      navigate(`/runs/${newRun.id}`);
     });
   return html`
     <div class="banner" role="alert">
@@ -42,10 +42,10 @@ export function Failure({ store }) {
         </div>`}
       </div>
       <div class="row wrap">
-        ${may('write') &&
+        ${hasScope('write') &&
         (correction
           ? html`
-              <button type="button" class="btn primary" disabled=${action.busy} onClick=${start}>
+              <button type="button" class="btn primary" disabled=${action.busy} onClick=${startRun}>
                 ${correction.request.path === '/v1/runs' ? 'Start the corrected run' : 'Resume with the correction'}
               </button>
               <a class="btn" href=${`/new?fix=${run.id}`}>Edit as a new run</a>
@@ -100,15 +100,15 @@ export function Failure({ store }) {
 
 /** @param {{ report: any }} props */
 function Memory({ report }) {
-  const x = report.memory.map((/** @type {any} */ point) => point.seconds);
-  const curve = (/** @type {string} */ field, /** @type {string} */ name, /** @type {string} */ color) => ({
+  const seconds = report.memory.map((/** @type {any} */ point) => point.seconds);
+  const buildCurve = (/** @type {string} */ field, /** @type {string} */ name, /** @type {string} */ color) => ({
     name,
     color,
-    x,
+    x: seconds,
     y: report.memory.map((/** @type {any} */ point) => (point[field] == null ? null : point[field] / 1024)),
   });
-  const curves = [curve('device_mb', 'GPU', '--c6'), curve('host_mb', 'host', '--c7')].filter((one) =>
-    one.y.some((/** @type {number | null} */ value) => value != null),
+  const curves = [buildCurve('device_mb', 'GPU', '--c6'), buildCurve('host_mb', 'host', '--c7')].filter((curve) =>
+    curve.y.some((/** @type {number | null} */ value) => value != null),
   );
   return html`<${LineChart}
     title=${`Memory of attempt ${report.attempt}, GiB`}

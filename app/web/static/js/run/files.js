@@ -29,7 +29,9 @@ export function Files({ store }) {
             </p>
           <//>
         </section>`}
-    ${(store.attempts.value ?? []).map((one) => html`<${Records} key=${one.attempt} runId=${run.id} attempt=${one} />`)}
+    ${(store.attempts.value ?? []).map(
+      (attempt) => html`<${Records} key=${attempt.attempt} runId=${run.id} attempt=${attempt} />`,
+    )}
   </div>`;
 }
 
@@ -55,8 +57,8 @@ function Records({ runId, attempt }) {
 
 /** @param {{ title: string, path: string, page: any, archive?: string }} props */
 function Table({ title, path, page, archive }) {
-  const href = (/** @type {string} */ name) => `${path}/${name.split('/').map(encodeURIComponent).join('/')}`;
-  const size = page.data.reduce((/** @type {number} */ sum, /** @type {any} */ one) => sum + one.bytes, 0);
+  const fileAddress = (/** @type {string} */ name) => `${path}/${name.split('/').map(encodeURIComponent).join('/')}`;
+  const size = page.data.reduce((/** @type {number} */ sum, /** @type {any} */ file) => sum + file.bytes, 0);
   return html`<section class="box scroll" tabindex="0" role="region" aria-label=${title}>
     <header>
       <h2>${title}</h2>
@@ -70,9 +72,9 @@ function Table({ title, path, page, archive }) {
       </thead>
       <tbody>
         ${page.data.map(
-          (/** @type {any} */ one) => html`<tr key=${one.path}>
-            <td class="mono"><a href=${href(one.path)} download>${one.path}</a></td>
-            <td class="right num">${format.bytes(one.bytes)}</td>
+          (/** @type {any} */ file) => html`<tr key=${file.path}>
+            <td class="mono"><a href=${fileAddress(file.path)} download>${file.path}</a></td>
+            <td class="right num">${format.bytes(file.bytes)}</td>
           </tr>`,
         )}
       </tbody>

@@ -1,16 +1,16 @@
 // Head of a run's page: name, status, what it trains, and what a person can do with it.
 
 import { html, useState } from '../../vendor/preact.js';
-import { call, get, post } from '../api.js';
+import { sendRequest, get, post } from '../api.js';
 import { Chip, Copy, Dialog, Menu } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
-import { go } from '../router.js';
-import { may } from '../session.js';
+import { navigate } from '../router.js';
+import { hasScope } from '../session.js';
 import { ActionDialog } from './actions.js';
-import { resourcesOf } from './resources.js';
+import { describeResources } from './resources.js';
 import { ResumeDialog } from './resume.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
@@ -26,7 +26,7 @@ export function Head({ store }) {
   );
   const dataset = useResource((signal) => get(`/v1/datasets/${run.dataset_id}`, {}, signal), run.dataset_id);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
-  const { devices, conditions } = resourcesOf(run);
+  const { devices, conditions } = describeResources(run);
   return html`<div class="head">
     <div class="grow">
       <p class="crumb">
@@ -45,7 +45,7 @@ export function Head({ store }) {
         <span>
           on <a href=${`/datasets/${run.dataset_id}`}>${dataset.data?.name ?? format.shortId(run.dataset_id)}</a>
         </span>
-        <span class="resources"><b>${devices}</b>${conditions.map((one) => `, ${one}`)}</span>
+        <span class="resources"><b>${devices}</b>${conditions.map((condition) => `, ${condition}`)}</span>
         ${run.parent_run_id && html`<span>
           resumed
           from <a href=${`/runs/${run.parent_run_id}`}>${parent.data?.name ?? format.shortId(run.parent_run_id)}</a>
@@ -54,7 +54,9 @@ export function Head({ store }) {
         <${Copy} text=${run.id} shown=${format.shortId(run.id)} label="Copy the ID of the run" />
       </div>
     </div>
-    <div class="acts">${may('write') && html`<${StopOrResume} store=${store} /><${More} store=${store} />`}</div>
+    <div class="acts">
+      ${hasScope('write') && html`<${StopOrResume} store=${store} /><${ActionsMenu} store=${store} />`}
+    </div>
   </div>`;
 }
 
@@ -63,10 +65,10 @@ function StopOrResume({ store }) {
   const run = store.run.value;
   const action = useAction();
   const [resumed, setResumed] = useState(/** @type {{ checkpoint: any } | null} */ (null));
-  const checkpoints = (store.checkpoints.value ?? []).filter((one) => !one.bad_reason);
+  const checkpoints = (store.checkpoints.value ?? []).filter((checkpoint) => !checkpoint.bad_reason);
   const newest = checkpoints[0];
-  const best = checkpoints.find((one) => one.is_best);
-  const stop = (/** @type {string} */ mode) =>
+  const best = checkpoints.find((checkpoint) => checkpoint.is_best);
+  const stopRun = (/** @type {string} */ mode) =>
     action.run(async () => {
       store.run.value = await post(`/v1/runs/${run.id}/stop`, { mode });
     });
@@ -79,7 +81,7 @@ function StopOrResume({ store }) {
           type="button"
           class="btn danger"
           disabled=${action.busy}
-          onClick=${() => stop('discard')}
+          onClick=${() => stopRun('discard')}
         >
           Stop without saving
         </button>`}
@@ -88,27 +90,27 @@ function StopOrResume({ store }) {
     }
     if (run.status === 'pending')
       return html`
-        <button type="button" class="btn" disabled=${action.busy} onClick=${() => stop('checkpoint')}>
+        <button type="button" class="btn" disabled=${action.busy} onClick=${() => stopRun('checkpoint')}>
           <${Icon} name="stop" />
           Stop
         </button>
         ${failure}
       `;
-    const lost = run.current_step - (newest?.step ?? 0);
-    const slowest = Math.max(...checkpoints.slice(0, 5).map((one) => one.save_seconds ?? 0), 0);
+    const lostSteps = run.current_step - (newest?.step ?? 0);
+    const slowest = Math.max(...checkpoints.slice(0, 5).map((checkpoint) => checkpoint.save_seconds ?? 0), 0);
     return html`
       <${Menu} button=${html`<${Icon} name="stop" />Stop<${Icon} name="down" />`}>
-        <button type="button" onClick=${() => stop('checkpoint')}>
+        <button type="button" onClick=${() => stopRun('checkpoint')}>
           Save a checkpoint and stop
           <small>
             ${slowest ? `Saves took up to ${slowest < 1 ? 'a second' : format.duration(slowest)}.` : 'No step is lost.'}
           </small>
         </button>
-        <button type="button" onClick=${() => stop('epoch_end')}>
+        <button type="button" onClick=${() => stopRun('epoch_end')}>
           Stop at the end of the epoch
           <small>Epoch ${(run.current_epoch ?? 0).toFixed(2)} now; it saves a checkpoint there.</small>
         </button>
-        ${best && html`<button type="button" onClick=${() => stop('best')}>
+        ${best && html`<button type="button" onClick=${() => stopRun('best')}>
           Stop and keep the best checkpoint
           <small>
             Step ${format.integer(best.step)};
@@ -116,9 +118,9 @@ function StopOrResume({ store }) {
           </small>
         </button>`}
         <hr />
-        <button type="button" class="danger" onClick=${() => stop('discard')}>
+        <button type="button" class="danger" onClick=${() => stopRun('discard')}>
           Stop without saving
-          <small>Loses the ${format.counted(Math.max(lost, 0), 'step')} since the last checkpoint.</small>
+          <small>Loses the ${format.counted(Math.max(lostSteps, 0), 'step')} since the last checkpoint.</small>
         </button>
       <//>
       ${failure}
@@ -149,52 +151,63 @@ function StopOrResume({ store }) {
 }
 
 /** @param {{ store: RunStore }} props */
-function More({ store }) {
+function ActionsMenu({ store }) {
   const run = store.run.value;
   const action = useAction();
-  const [asked, setAsked] = useState(/** @type {string | null} */ (null));
-  const edit = (/** @type {object} */ changes) =>
+  const [openDialog, setOpenDialog] = useState(/** @type {string | null} */ (null));
+  const updateRun = (/** @type {object} */ changes) =>
     action.run(async () => {
-      store.run.value = { ...store.run.value, ...(await call('PATCH', `/v1/runs/${run.id}`, { body: changes })) };
+      store.run.value = {
+        ...store.run.value,
+        ...(await sendRequest('PATCH', `/v1/runs/${run.id}`, { body: changes })),
+      };
     });
   const isTraining = run.status === 'running' || run.status === 'checkpointing';
   const isLive = LIVE.has(run.status);
   return html`
     <${Menu} label="More actions" button=${html`Actions<${Icon} name="down" />`}>
       ${isTraining && run.task === 'train' && html`
-        <button type="button" onClick=${() => setAsked('checkpoint')}>Save a checkpoint now</button>
-        <button type="button" onClick=${() => setAsked('evaluate')}>Evaluate now</button>
-        <button type="button" onClick=${() => setAsked('sample')}>Generate samples …</button>
-        <button type="button" onClick=${() => setAsked('set_learning_rate')}>Change the learning rate …</button>
-        <button type="button" onClick=${() => setAsked('extend')}>Train longer …</button>
+        <button type="button" onClick=${() => setOpenDialog('checkpoint')}>Save a checkpoint now</button>
+        <button type="button" onClick=${() => setOpenDialog('evaluate')}>Evaluate now</button>
+        <button type="button" onClick=${() => setOpenDialog('sample')}>Generate samples …</button>
+        <button type="button" onClick=${() => setOpenDialog('set_learning_rate')}>Change the learning rate …</button>
+        <button type="button" onClick=${() => setOpenDialog('extend')}>Train longer …</button>
         <hr />
       `}
       <a href=${`/new?from=${run.id}`}>New run like this</a>
       <a href=${`/?pick=${run.id}`}>Compare with others …</a>
-      <button type="button" onClick=${() => setAsked('rename')}>Rename …</button>
-      ${run.status === 'pending' && html`<button type="button" onClick=${() => setAsked('priority')}>
+      <button type="button" onClick=${() => setOpenDialog('rename')}>Rename …</button>
+      ${run.status === 'pending' && html`<button type="button" onClick=${() => setOpenDialog('priority')}>
         Change the priority …
         <small>It is ${run.priority}.</small>
       </button>`}
-      <button type="button" onClick=${() => edit({ pinned: !run.pinned })}>
+      <button type="button" onClick=${() => updateRun({ pinned: !run.pinned })}>
         ${run.pinned ? 'Unpin' : 'Pin'}
         <small>${run.pinned ? 'Allow it to be deleted.' : 'Protect it from deletion and retention.'}</small>
       </button>
       ${!isLive && html`
         <hr />
-        <button type="button" class="danger" disabled=${run.pinned} onClick=${() => setAsked('delete')}>
+        <button type="button" class="danger" disabled=${run.pinned} onClick=${() => setOpenDialog('delete')}>
           Delete …
         </button>
       `}
     <//>
     ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
-    ${asked === 'rename' && html`<${Rename} run=${run} onSave=${edit} onClose=${() => setAsked(null)} />`}
-    ${asked === 'priority' && html`<${Priority} run=${run} onSave=${edit} onClose=${() => setAsked(null)} />`}
-    ${asked === 'delete' && html`<${Delete} run=${run} onClose=${() => setAsked(null)} />`}
-    ${asked && !['rename', 'priority', 'delete'].includes(asked) && html`<${ActionDialog}
+    ${openDialog === 'rename' && html`<${RenameDialog}
+      run=${run}
+      onSave=${updateRun}
+      onClose=${() => setOpenDialog(null)}
+    />`}
+    ${openDialog === 'priority' && html`<${PriorityDialog}
+      run=${run}
+      onSave=${updateRun}
+      onClose=${() => setOpenDialog(null)}
+    />`}
+    ${openDialog === 'delete' && html`<${DeleteDialog} run=${run} onClose=${() => setOpenDialog(null)} />`}
+    ${openDialog && !['rename', 'priority', 'delete'].includes(openDialog) && html`<${ActionDialog}
       store=${store}
-      action=${asked}
-      onClose=${() => setAsked(null)}
+      action=${openDialog}
+      onClose=${() => setOpenDialog(null)}
     />`}
   `;
 }
@@ -203,13 +216,15 @@ function More({ store }) {
 export const ErrorDialog = ({ error, onClose }) => html`<${Dialog} title="The request failed" onClose=${onClose}>
   <p><${Prose} text=${error.message} /></p>
   ${error.errors.length > 1 && html`<ul>
-    ${error.errors.map((one) => html`<li><code>${one.field}</code> <${Prose} text=${one.message} /></li>`)}
+    ${error.errors.map(
+      (fieldError) => html`<li><code>${fieldError.field}</code> <${Prose} text=${fieldError.message} /></li>`,
+    )}
   </ul>`}
   <footer><button type="button" class="btn primary" onClick=${onClose}>Close</button></footer>
 <//>`;
 
 /** @param {{ run: any, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
-function Rename({ run, onSave, onClose }) {
+function RenameDialog({ run, onSave, onClose }) {
   const [name, setName] = useState(run.name);
   const [tags, setTags] = useState(run.tags.join(', '));
   const save = async (/** @type {Event} */ event) => {
@@ -255,7 +270,7 @@ function Rename({ run, onSave, onClose }) {
 }
 
 /** @param {{ run: any, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
-function Priority({ run, onSave, onClose }) {
+function PriorityDialog({ run, onSave, onClose }) {
   const [priority, setPriority] = useState(String(run.priority));
   const save = async (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -286,19 +301,19 @@ function Priority({ run, onSave, onClose }) {
 }
 
 /** @param {{ run: any, onClose: () => void }} props */
-function Delete({ run, onClose }) {
+function DeleteDialog({ run, onClose }) {
   const action = useAction();
-  const remove = () =>
+  const deleteRun = () =>
     action.run(async () => {
-      await call('DELETE', `/v1/runs/${run.id}`);
-      go('/', { replace: true });
+      await sendRequest('DELETE', `/v1/runs/${run.id}`);
+      navigate('/', { replace: true });
     });
   return html`<${Dialog} title="Delete this run?" onClose=${onClose}>
     <p>${run.name} is deleted with its events, checkpoints and output. This cannot be undone.</p>
     <${ErrorText} error=${action.error} />
     <footer>
       <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-      <button type="button" class="btn danger" disabled=${action.busy} onClick=${remove}>Delete the run</button>
+      <button type="button" class="btn danger" disabled=${action.busy} onClick=${deleteRun}>Delete the run</button>
     </footer>
   <//>`;
 }

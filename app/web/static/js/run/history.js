@@ -12,7 +12,7 @@ export function History({ store }) {
   const actions = store.actions.value;
   const older = useAction();
   if (!attempts || !actions) return html`<${Loading} what="history" />`;
-  const notes = store.notes.value.filter((event) => sentenceOf(event));
+  const notes = store.notes.value.filter((event) => describeEvent(event));
   return html`<div class="side">
     <section class="box scroll" tabindex="0" role="region" aria-label="Attempts">
       <header><h2>Attempts</h2></header>
@@ -29,17 +29,17 @@ export function History({ store }) {
         </thead>
         <tbody>
           ${attempts.map(
-            (one) => html`<tr key=${one.attempt}>
-              <td class="num">${one.attempt}</td>
-              <td>${one.worker ?? '–'}</td>
-              <td class="nowrap">${format.clock(one.started_at)}</td>
+            (attempt) => html`<tr key=${attempt.attempt}>
+              <td class="num">${attempt.attempt}</td>
+              <td>${attempt.worker ?? '–'}</td>
+              <td class="nowrap">${format.clock(attempt.started_at)}</td>
               <td class="num nowrap">
-                ${one.ended_at
-                  ? format.duration((Date.parse(one.ended_at) - Date.parse(one.started_at)) / 1000)
+                ${attempt.ended_at
+                  ? format.duration((Date.parse(attempt.ended_at) - Date.parse(attempt.started_at)) / 1000)
                   : 'running'}
               </td>
-              <td class="right num">${format.integer(one.start_step)}</td>
-              <td>${one.outcome?.replaceAll('_', ' ') ?? '–'}</td>
+              <td class="right num">${format.integer(attempt.start_step)}</td>
+              <td>${attempt.outcome?.replaceAll('_', ' ') ?? '–'}</td>
             </tr>`,
           )}
         </tbody>
@@ -54,12 +54,14 @@ export function History({ store }) {
         </thead>
         <tbody>
           ${actions.map(
-            (one) => html`<tr key=${one.id}>
-              <td>${one.action.replaceAll('_', ' ')}</td>
-              <td class="nowrap">${format.clock(one.created_at)}</td>
-              <td>${one.status}</td>
-              <td class="right num">${format.integer(one.step)}</td>
-              <td class="muted"><${Prose} text=${one.message ?? (one.result ? JSON.stringify(one.result) : '')} /></td>
+            (action) => html`<tr key=${action.id}>
+              <td>${action.action.replaceAll('_', ' ')}</td>
+              <td class="nowrap">${format.clock(action.created_at)}</td>
+              <td>${action.status}</td>
+              <td class="right num">${format.integer(action.step)}</td>
+              <td class="muted">
+                <${Prose} text=${action.message ?? (action.result ? JSON.stringify(action.result) : '')} />
+              </td>
             </tr>`,
           )}
         </tbody>
@@ -75,7 +77,7 @@ export function History({ store }) {
             (event) => html`<li key=${event.seq}>
               <span class="sub num nowrap" title=${event.ts}>${format.seconds(event.ts)}</span>
               ${event.type === 'status' && html`<${Chip} status=${event.to} />`}
-              <span class="grow"><${Prose} text=${sentenceOf(event)} /></span>
+              <span class="grow"><${Prose} text=${describeEvent(event)} /></span>
               <span class="sub num">${event.seq}</span>
             </li>`,
           )}
@@ -97,7 +99,7 @@ export function History({ store }) {
 }
 
 /** @param {any} event @returns {string} Empty for events that are shown elsewhere. */
-export function sentenceOf(event) {
+export function describeEvent(event) {
   switch (event.type) {
     case 'status':
       return event.reason ?? '';

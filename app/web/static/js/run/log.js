@@ -5,7 +5,7 @@ import { ApiError, get } from '../api.js';
 import { Icon } from '../components/icon.js';
 import { Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { marked, MOST_LINES, rowsInSight } from '../log_window.js';
+import { splitAtMatches, MOST_LINES, computeRowsInSight } from '../log_window.js';
 import { useResource, useSettled } from '../resource.js';
 
 const ROW_HEIGHT = 18;
@@ -20,15 +20,15 @@ export function Log({ store, height }) {
   const [isWrapped, setWrapped] = useState(false);
   const level = store.logLevel.value;
   const [text, setText] = useState('');
-  const wanted = useSettled(text, 300);
+  const search = useSettled(text, 300);
   const [hit, setHit] = useState(0);
   const [view, setView] = useState({ top: 0, height: 232 });
   store.log.isHeld = !isFollowing;
   useEffect(() => {
-    const widen = () => store.log.limit(MOST_LINES, 0);
+    const widen = () => store.log.setLimit(MOST_LINES, 0);
     widen();
     // Another view of the log may have left it in the middle, or with lines of one level.
-    if (!store.log.isAtEnd || store.logLevel.peek() !== '') attempted(store.readLog(''));
+    if (!store.log.isAtEnd || store.logLevel.peek() !== '') ignoreReadError(store.readLog(''));
     return () => {
       store.log.isHeld = false;
       widen();
@@ -36,14 +36,16 @@ export function Log({ store, height }) {
   }, [store]);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
   const reading = useRef(false);
-  const search = useResource(
-    (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: wanted, limit: 1000 }, signal),
-    wanted ? `${store.id} ${wanted}` : null,
+  const matches = useResource(
+    (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: search, limit: 1000 }, signal),
+    search ? `${store.id} ${search}` : null,
     { keep: false },
   );
-  const hits = wanted ? (search.data?.data ?? []) : [];
+  const hits = search ? (matches.data?.data ?? []) : [];
   const { lines } = store.log;
-  const [first, last] = isWrapped ? [0, lines.length] : rowsInSight(lines.length, ROW_HEIGHT, view.top, view.height);
+  const [first, last] = isWrapped
+    ? [0, lines.length]
+    : computeRowsInSight(lines.length, ROW_HEIGHT, view.top, view.height);
 
   useLayoutEffect(() => {
     if (isFollowing && box.current) box.current.scrollTop = box.current.scrollHeight;
@@ -87,23 +89,23 @@ export function Log({ store, height }) {
     const below = element.scrollHeight - element.scrollTop - element.clientHeight;
     setFollowing(store.log.isAtEnd && below < NEAR_END * ROW_HEIGHT);
     if (reading.current) return;
-    if (below < 40 * ROW_HEIGHT && !store.log.isAtEnd) keepPlace(() => attempted(store.readNewerLines()));
+    if (below < 40 * ROW_HEIGHT && !store.log.isAtEnd) keepPlace(() => ignoreReadError(store.readNewerLines()));
     else if (element.scrollTop <= 40 * ROW_HEIGHT && store.log.hasOlder)
-      keepPlace(() => attempted(store.readOlderLines()));
+      keepPlace(() => ignoreReadError(store.readOlderLines()));
   };
   const wrap = (/** @type {boolean} */ isOn) => {
     const middle = isFollowing ? lines.length : Math.floor(view.top / ROW_HEIGHT);
     keepPlace(async () => {
-      store.log.limit(isOn ? MOST_WRAPPED : MOST_LINES, middle);
+      store.log.setLimit(isOn ? MOST_WRAPPED : MOST_LINES, middle);
       setWrapped(isOn);
     }, isOn);
   };
-  const choose = async (/** @type {string} */ wantedLevel) => {
-    await attempted(store.readLog(wantedLevel));
+  const chooseLevel = async (/** @type {string} */ wantedLevel) => {
+    await ignoreReadError(store.readLog(wantedLevel));
     setFollowing(true);
   };
   const toEnd = async () => {
-    if (!store.log.isAtEnd) await attempted(store.readLog());
+    if (!store.log.isAtEnd) await ignoreReadError(store.readLog());
     setFollowing(true);
   };
   const show = async (/** @type {number} */ index) => {
@@ -111,21 +113,21 @@ export function Log({ store, height }) {
     if (seq === undefined) return;
     setHit(index);
     setFollowing(false);
-    await attempted(store.showLine(seq));
+    await ignoreReadError(store.showLine(seq));
     requestAnimationFrame(() => {
       const element = box.current;
       const row = store.log.lines.findIndex((line) => line.seq === seq);
       if (!element || row < 0) return;
-      const shown = isWrapped && element.querySelector(`[data-seq="${seq}"]`);
-      const at = shown
-        ? element.scrollTop + shown.getBoundingClientRect().top - element.getBoundingClientRect().top
+      const shownLine = isWrapped && element.querySelector(`[data-seq="${seq}"]`);
+      const top = shownLine
+        ? element.scrollTop + shownLine.getBoundingClientRect().top - element.getBoundingClientRect().top
         : row * ROW_HEIGHT;
-      element.scrollTop = Math.max(0, at - element.clientHeight / 2);
+      element.scrollTop = Math.max(0, top - element.clientHeight / 2);
     });
   };
   useEffect(() => {
     if (hits.length > 0) show(hits.length - 1);
-  }, [search.data]);
+  }, [matches.data]);
 
   return html`<section class="box log" aria-label="Log" style=${{ '--h': height }}>
     <header class="tools">
@@ -145,21 +147,21 @@ export function Log({ store, height }) {
         onKeyDown=${(/** @type {KeyboardEvent} */ event) =>
           event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))}
       />
-      ${wanted && html`<span class="sub num" role="status">
-        ${search.error
-          ? html`<${Prose} text=${search.error.message} />`
-          : search.data
+      ${search && html`<span class="sub num" role="status">
+        ${matches.error
+          ? html`<${Prose} text=${matches.error.message} />`
+          : matches.data
             ? hits.length
-              ? `${hit + 1} of ${format.integer(hits.length)}${search.data.has_more ? '+' : ''}`
+              ? `${hit + 1} of ${format.integer(hits.length)}${matches.data.has_more ? '+' : ''}`
               : 'no match'
             : 'searching …'}
       </span>`}
-      ${wanted &&
-      (search.data?.complete ?? []).map(
+      ${search &&
+      (matches.data?.complete ?? []).map(
         (/** @type {any} */ log) => html`<a
           key=${log.attempt}
           class="sub num"
-          href=${`${log.complete_log}&grep=${encodeURIComponent(wanted)}`}
+          href=${`${log.complete_log}&grep=${encodeURIComponent(search)}`}
           title=${log.problem ??
           `${format.counted(log.left_out, 'line')} of attempt ${log.attempt} are only in its complete log`}
         >
@@ -170,7 +172,7 @@ export function Log({ store, height }) {
         class="small"
         aria-label="Level"
         value=${level}
-        onChange=${(/** @type {any} */ event) => choose(event.target.value)}
+        onChange=${(/** @type {any} */ event) => chooseLevel(event.target.value)}
       >
         <option value="">All levels</option>
         <option value="warning">Warnings and errors</option>
@@ -221,7 +223,7 @@ export function Log({ store, height }) {
       ${!isWrapped && html`<div style=${{ height: `${first * ROW_HEIGHT}px` }}></div>`}
       ${lines
         .slice(first, last)
-        .map((line) => html`<${Row} key=${line.seq} line=${line} wanted=${wanted} isHit=${hits[hit] === line.seq} />`)}
+        .map((line) => html`<${Row} key=${line.seq} line=${line} wanted=${search} isHit=${hits[hit] === line.seq} />`)}
       ${!isWrapped && html`<div style=${{ height: `${(lines.length - last) * ROW_HEIGHT}px` }}></div>`}
       ${lines.length === 0 && html`<p class="state muted">
         ${store.isReading('log') ? 'Loading the log …' : level ? 'No line of this level.' : 'No line yet.'}
@@ -234,17 +236,19 @@ export function Log({ store, height }) {
  * Wait for a read of the log, whether it succeeds or not: what is shown stays, and the next scroll or click reads again.
  * @param {Promise<void>} read
  */
-const attempted = (read) =>
+const ignoreReadError = (read) =>
   read.catch((error) => {
     if (!(error instanceof ApiError) && error.name !== 'AbortError') throw error;
   });
 
 /** @param {{ line: import('../log_window.js').Line, wanted: string, isHit: boolean }} props */
-const Row = ({ line, wanted, isHit }) => html`<div
+const Row = ({ line, wanted: search, isHit }) => html`<div
   class=${isHit ? 'ln hit' : 'ln'}
   data-seq=${line.seq}
   data-l=${line.stream === 'anneal' && line.level === 'info' ? 'note' : line.level}
 >
   <time title=${line.ts}>${format.seconds(line.ts)}</time>
-  <span>${marked(line.line, wanted).map((part) => (part.isMatch ? html`<mark>${part.text}</mark>` : part.text))}</span>
+  <span>
+    ${splitAtMatches(line.line, search).map((part) => (part.isMatch ? html`<mark>${part.text}</mark>` : part.text))}
+  </span>
 </div>`;

@@ -9,16 +9,19 @@ const NOUNS = { cuda: 'GPU', cpu: 'CPU device' };
  * @param {any} run
  * @returns {{ devices: string, conditions: string[] }}
  */
-export function resourcesOf({ resources: asked, requirements: needs }) {
-  const name = asked.gpu ? ` (${asked.gpu})` : '';
-  const where = asked.hosts > 1 ? ` on ${format.counted(asked.hosts, 'host')}` : '';
-  const noun = NOUNS[/** @type {keyof typeof NOUNS} */ (needs.kind)] ?? 'device';
+export function describeResources({ resources: requested, requirements: required }) {
+  const name = requested.gpu ? ` (${requested.gpu})` : '';
+  const hosts = requested.hosts > 1 ? ` on ${format.counted(requested.hosts, 'host')}` : '';
+  const noun = NOUNS[/** @type {keyof typeof NOUNS} */ (required.kind)] ?? 'device';
   const conditions = [
-    asked.memory_mb && `at least ${format.gib(asked.memory_mb)} GiB each`,
-    needs.sharded && 'model divided among them',
-    needs.sequence_parallel > 1 && `${needs.sequence_parallel} share each sequence`,
-    needs.expert_parallel > 1 && `${needs.expert_parallel} share the experts`,
-    asked.labels.length > 0 && `${asked.labels.length > 1 ? 'labels' : 'label'} ${asked.labels.join(', ')}`,
+    requested.memory_mb && `at least ${format.gib(requested.memory_mb)} GiB each`,
+    required.sharded && 'model divided among them',
+    required.sequence_parallel > 1 && `${required.sequence_parallel} share each sequence`,
+    required.expert_parallel > 1 && `${required.expert_parallel} share the experts`,
+    requested.labels.length > 0 && `${requested.labels.length > 1 ? 'labels' : 'label'} ${requested.labels.join(', ')}`,
   ];
-  return { devices: `${format.counted(asked.devices, noun)}${name}${where}`, conditions: conditions.filter(Boolean) };
+  return {
+    devices: `${format.counted(requested.devices, noun)}${name}${hosts}`,
+    conditions: conditions.filter(Boolean),
+  };
 }

@@ -1,12 +1,12 @@
 // Dialog that resumes a run that has ended, as a new run: how long it trains, and on how many devices.
 
 import { html, useState } from '../../vendor/preact.js';
-import { newKey, post } from '../api.js';
+import { createIdempotencyKey, post } from '../api.js';
 import { Dialog } from '../components/controls.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
-import { go } from '../router.js';
+import { navigate } from '../router.js';
 
 /** @type {Record<string, string>} Labels of the fields, by their names in the request. */
 const LABELS = {
@@ -19,31 +19,31 @@ const LABELS = {
 /** @param {{ run: any, checkpoint: any | null, onClose: () => void }} props `checkpoint`: null to train from the first step. */
 export function ResumeDialog({ run, checkpoint, onClose }) {
   const action = useAction();
-  const [present] = useState(() => presentOf(run));
+  const [present] = useState(() => readPresentValues(run));
   const [values, setValues] = useState(present);
-  const send = (/** @type {Event} */ event) => {
+  const resumeRun = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
       const source = checkpoint ? { checkpoint_id: checkpoint.id } : { from: 'start' };
-      const made = await post(
+      const newRun = await post(
         `/v1/runs/${run.id}/resume`,
-        { ...source, ...changesOf(present, values) },
-        { 'Idempotency-Key': newKey() },
+        { ...source, ...collectChanges(present, values) },
+        { 'Idempotency-Key': createIdempotencyKey() },
       );
-      go(`/runs/${made.id}`);
+      navigate(`/runs/${newRun.id}`);
     });
   };
   const errors = action.error?.errors ?? [];
-  const others = errors.filter((one) => !(one.field in present));
-  const at = checkpoint
+  const otherErrors = errors.filter((fieldError) => !(fieldError.field in present));
+  const startText = checkpoint
     ? `step ${format.integer(checkpoint.step)}, epoch ${checkpoint.epoch.toFixed(2)}`
     : 'the first step';
   return html`<${Dialog} title="Resume the run" onClose=${onClose}>
-    <form class="stackform" onSubmit=${send}>
-      <p class="muted">A new run trains on from ${at}. All other settings stay the same.</p>
+    <form class="stackform" onSubmit=${resumeRun}>
+      <p class="muted">A new run trains on from ${startText}. All other settings stay the same.</p>
       ${Object.entries(values).map(([name, value]) => {
         const id = `resume-${name.replace('.', '-')}`;
-        const wrong = errors.filter((one) => one.field === name);
+        const ownErrors = errors.filter((fieldError) => fieldError.field === name);
         return html`<div class="f" key=${name}>
           <label for=${id}>${LABELS[name]}<code>${name}</code></label>
           <input
@@ -52,19 +52,21 @@ export function ResumeDialog({ run, checkpoint, onClose }) {
             inputmode="decimal"
             required=${name !== 'config.stop_at_step'}
             value=${value}
-            aria-invalid=${wrong.length ? 'true' : undefined}
+            aria-invalid=${ownErrors.length ? 'true' : undefined}
             aria-describedby=${`${id}-errors`}
             onInput=${(/** @type {any} */ event) => setValues({ ...values, [name]: event.target.value })}
           />
           <div id=${`${id}-errors`} role="alert">
-            ${wrong.map((one) => html`<p class="err"><${Prose} text=${one.message} /></p>`)}
+            ${ownErrors.map((fieldError) => html`<p class="err"><${Prose} text=${fieldError.message} /></p>`)}
           </div>
         </div>`;
       })}
       <${ErrorText} error=${errors.length === 0 ? action.error : null} />
-      ${others.length > 0 && html`<ul class="checks" role="alert">
-        ${others.map(
-          (one) => html`<li class="error-text"><code>${one.field}</code> <${Prose} text=${one.message} /></li>`,
+      ${otherErrors.length > 0 && html`<ul class="checks" role="alert">
+        ${otherErrors.map(
+          (fieldError) => html`<li class="error-text">
+            <code>${fieldError.field}</code> <${Prose} text=${fieldError.message} />
+          </li>`,
         )}
       </ul>`}
       <footer>
@@ -79,7 +81,7 @@ export function ResumeDialog({ run, checkpoint, onClose }) {
  * Texts of the fields as they are now. An action may have made the run longer than its configuration says.
  * @param {any} run @returns {Record<string, string>}
  */
-function presentOf({ config, total_steps: total, resources }) {
+function readPresentValues({ config, total_steps: total, resources }) {
   return {
     ...(config.max_steps == null
       ? { 'config.epochs': String(config.epochs) }
@@ -93,7 +95,7 @@ function presentOf({ config, total_steps: total, resources }) {
  * Part of the request with the fields that were changed; a text that is no number is left to the service to refuse.
  * @param {Record<string, string>} present @param {Record<string, string>} values
  */
-function changesOf(present, values) {
+function collectChanges(present, values) {
   /** @type {Record<string, Record<string, unknown>>} */
   const changes = {};
   for (const [name, value] of Object.entries(values)) {

@@ -10,7 +10,7 @@ const MOST_OF_PROMPT = 20;
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Samples({ store }) {
   void store.samplesVersion.value; // draw again with new samples
-  const groups = byPrompt(store.samples);
+  const groups = groupByPrompt(store.samples);
   if (groups.length === 0) {
     return html`<section class="box">
       <${Empty} title="No sample yet.">
@@ -32,11 +32,11 @@ export function Samples({ store }) {
           .slice(-MOST_OF_PROMPT)
           .reverse()
           .map(
-            (one) => html`<div class="say row baseline" key=${one.seq}>
-              <span class="sub num nowrap at">step ${format.integer(one.step)}</span>
-              <p class="a grow">${one.completion}</p>
-              ${one.rewards && html`<span class="sub num nowrap">
-                ${Object.entries(one.rewards)
+            (sample) => html`<div class="say row baseline" key=${sample.seq}>
+              <span class="sub num nowrap at">step ${format.integer(sample.step)}</span>
+              <p class="a grow">${sample.completion}</p>
+              ${sample.rewards && html`<span class="sub num nowrap">
+                ${Object.entries(sample.rewards)
                   .map(([name, value]) => `${name} ${format.significant(/** @type {number | null} */ (value))}`)
                   .join(' · ')}
               </span>`}
@@ -48,13 +48,13 @@ export function Samples({ store }) {
 }
 
 /** @param {any[]} samples In order. @returns {{ prompt: string, samples: any[] }[]} Newest prompt first. */
-export function byPrompt(samples) {
+export function groupByPrompt(samples) {
   /** @type {Map<string, any[]>} */
   const groups = new Map();
-  for (const one of samples) {
-    const group = groups.get(one.prompt) ?? [];
-    groups.delete(one.prompt); // the newest comes last
-    groups.set(one.prompt, [...group, one]);
+  for (const sample of samples) {
+    const group = groups.get(sample.prompt) ?? [];
+    groups.delete(sample.prompt); // the newest comes last
+    groups.set(sample.prompt, [...group, sample]);
   }
-  return [...groups].map(([prompt, found]) => ({ prompt, samples: found })).reverse();
+  return [...groups].map(([prompt, groupSamples]) => ({ prompt, samples: groupSamples })).reverse();
 }

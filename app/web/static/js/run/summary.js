@@ -1,13 +1,13 @@
 // Where a run stands: figures, and the timeline of its attempts.
 
 import { html } from '../../vendor/preact.js';
-import { Bar, statusName } from '../components/controls.js';
+import { Bar, labelStatus } from '../components/controls.js';
 import { Prose } from '../components/states.js';
-import { lastValue } from '../curves.js';
+import { findLastValue } from '../curves.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { useNow } from '../resource.js';
-import { apart, segmentsOf } from './timeline.js';
+import { separateMarks, buildTimeline } from './timeline.js';
 
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
@@ -25,9 +25,9 @@ export function Summary({ store }) {
   const now = useNow(1000);
   void store.curvesVersion.value; // draw again with new points
   const series = (/** @type {string} */ name) => store.series.get(name);
-  const latest = (/** @type {string} */ name) => lastValue(series(name)?.values ?? []);
+  const latest = (/** @type {string} */ name) => findLastValue(series(name)?.values ?? []);
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
-  const facts = configFacts(run);
+  const facts = describeTokens(run);
   const tokens = latest('extra.tokens_per_second');
   const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
   return html`<section class="box summary" aria-label="State of the run">
@@ -43,7 +43,7 @@ export function Summary({ store }) {
           label="Progress"
         />`}
       <//>
-      <${When} store=${store} now=${now} />
+      <${TimeTile} store=${store} now=${now} />
       ${isRewarded(run.config.method)
         ? html`<${Tile}
             label="Train reward"
@@ -53,13 +53,13 @@ export function Summary({ store }) {
         : html`<${Tile}
             label="Train loss"
             value=${format.loss(latest('loss'))}
-            note=${run.best_loss != null && `lowest ${format.loss(best(Math.min, run.best_loss, latest('loss')))}`}
+            note=${run.best_loss != null && `lowest ${format.loss(pickBest(Math.min, run.best_loss, latest('loss')))}`}
           />`}
       <${Tile}
         label=${isRewarded(run.config.method) ? 'Eval reward' : 'Eval loss'}
         value=${format.loss(latest(`eval.${evalName}`))}
         note=${run.best_eval != null &&
-        `best ${format.loss(best(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`}
+        `best ${format.loss(pickBest(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`}
       />
       <${Tile}
         label="Throughput"
@@ -86,30 +86,31 @@ export function Summary({ store }) {
 
 /**
  * The run is read some seconds after its newest point arrived, which may be the best one.
- * @param {(...values: number[]) => number} pick @param {number} known @param {number | null} newest
+ * @param {(...values: number[]) => number} pick @param {number} recorded @param {number | null} newest
  */
-const best = (pick, known, newest) => (newest == null ? known : pick(known, newest));
+const pickBest = (pick, recorded, newest) => (newest == null ? recorded : pick(recorded, newest));
 
 /** @param {any} run */
-function configFacts(run) {
+function describeTokens(run) {
   const trained = run.measured?.tokens;
   return trained ? `${format.integer(trained)} tokens` : null;
 }
 
 /** @param {{ store: RunStore, now: number }} props */
-function When({ store, now }) {
+function TimeTile({ store, now }) {
   const run = store.run.value;
   const progress = store.progress.value;
-  const inTime = (/** @type {string} */ time) =>
+  const formatTimeLeft = (/** @type {string} */ time) =>
     Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon';
   if (run.finished_at) {
-    const took = run.started_at && format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000);
-    const why =
-      run.end_reason && run.end_reason !== 'finished' ? run.end_reason.replaceAll('_', ' ') : statusName(run.status);
+    const duration =
+      run.started_at && format.duration((Date.parse(run.finished_at) - Date.parse(run.started_at)) / 1000);
+    const reason =
+      run.end_reason && run.end_reason !== 'finished' ? run.end_reason.replaceAll('_', ' ') : labelStatus(run.status);
     return html`<${Tile}
-      label=${took ? 'Took' : 'Started'}
-      value=${took ?? 'never'}
-      note=${`${why}, ${format.clock(run.finished_at, now)}`}
+      label=${duration ? 'Took' : 'Started'}
+      value=${duration ?? 'never'}
+      note=${`${reason}, ${format.clock(run.finished_at, now)}`}
     />`;
   }
   const prediction = run.prediction;
@@ -117,23 +118,23 @@ function When({ store, now }) {
     const note = run.pending_reason ? 'It cannot start now.' : (prediction?.basis ?? 'Waits for a free device.');
     return html`<${Tile}
       label="Starts"
-      value=${prediction?.start_at ? inTime(prediction.start_at) : 'in the queue'}
+      value=${prediction?.start_at ? formatTimeLeft(prediction.start_at) : 'in the queue'}
       note=${note}
     />`;
   }
   const phase =
     progress && progress.phase !== 'training'
-      ? phaseText(progress)
+      ? describePhase(progress)
       : prediction && `${format.clock(prediction.finish_at, now)}, ${prediction.confidence} confidence`;
   return html`<${Tile}
     label="ETA"
-    value=${prediction?.finish_at ? inTime(prediction.finish_at) : '–'}
+    value=${prediction?.finish_at ? formatTimeLeft(prediction.finish_at) : '–'}
     note=${phase || 'Not predictable yet.'}
   />`;
 }
 
 /** @param {any} progress */
-function phaseText(progress) {
+function describePhase(progress) {
   const part = progress.total ? ` ${format.percent(progress.done ?? 0, progress.total)}` : '';
   return `${progress.phase}${part}${progress.message ? `: ${progress.message}` : ''}`;
 }
@@ -155,32 +156,32 @@ function Timeline({ store, now }) {
   const attempts = store.attempts.value;
   const run = store.run.value;
   if (!attempts) return null;
-  const timeline = segmentsOf(
+  const timeline = buildTimeline(
     run,
     attempts,
     { checkpoints: store.checkpoints.value ?? [], actions: store.actions.value ?? [] },
     now,
   );
-  const at = (/** @type {number} */ time) => `${(100 * (time - timeline.from)) / (timeline.to - timeline.from)}%`;
-  const size = (/** @type {number} */ from, /** @type {number} */ to) =>
+  const leftOf = (/** @type {number} */ time) => `${(100 * (time - timeline.from)) / (timeline.to - timeline.from)}%`;
+  const widthOf = (/** @type {number} */ from, /** @type {number} */ to) =>
     `${(100 * (to - from)) / (timeline.to - timeline.from)}%`;
-  const shown = new Set(timeline.marks.map((mark) => mark.kind));
+  const shownKinds = new Set(timeline.marks.map((mark) => mark.kind));
   return html`<div class="timeline">
-    <div class="track" role="img" aria-label=${timeline.segments.map((one) => one.about).join('; ')}>
+    <div class="track" role="img" aria-label=${timeline.segments.map((segment) => segment.about).join('; ')}>
       ${timeline.segments.map(
-        (one) => html`<div
+        (segment) => html`<div
           class="seg-t"
-          data-s=${one.kind}
-          title=${one.about}
-          style=${{ left: at(one.from), width: size(one.from, one.to) }}
+          data-s=${segment.kind}
+          title=${segment.about}
+          style=${{ left: leftOf(segment.from), width: widthOf(segment.from, segment.to) }}
         >
-          ${one.to - one.from > NARROW * (timeline.to - timeline.from) && one.label}
+          ${segment.to - segment.from > NARROW * (timeline.to - timeline.from) && segment.label}
         </div>`,
       )}
     </div>
     <div class="marks" aria-hidden="true">
-      ${apart(timeline.marks, (timeline.to - timeline.from) * MARK_WIDTH).map(
-        (mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: at(mark.at) }}>
+      ${separateMarks(timeline.marks, (timeline.to - timeline.from) * MARK_WIDTH).map(
+        (mark) => html`<span class="mark" data-k=${mark.kind} title=${mark.about} style=${{ left: leftOf(mark.at) }}>
           <svg viewBox="0 0 13 13"><path d=${GLYPHS[mark.kind]} /></svg>
         </span>`,
       )}
@@ -190,7 +191,7 @@ function Timeline({ store, now }) {
       <span class="grow"></span>
       <span class="legend" aria-hidden="true">
         ${Object.entries(WORDS)
-          .filter(([kind]) => shown.has(/** @type {any} */ (kind)))
+          .filter(([kind]) => shownKinds.has(/** @type {any} */ (kind)))
           .map(
             ([kind, word]) => html`<span>
               <i class="mark" data-k=${kind}>

@@ -5,7 +5,7 @@ import * as format from '../format.js';
 /** @typedef {{ kind: string, from: number, to: number, label: string, about: string }} Segment */
 /** @typedef {{ kind: 'checkpoint' | 'best' | 'lost' | 'action', at: number, about: string }} Mark */
 
-const LOST = new Set(['lost', 'retried']);
+const LOST_OUTCOMES = new Set(['lost', 'retried']);
 
 /** Marks that say more come first. */
 const WEIGHT = { best: 0, lost: 1, action: 2, checkpoint: 3 };
@@ -16,15 +16,15 @@ const WEIGHT = { best: 0, lost: 1, action: 2, checkpoint: 3 };
  * @param {Mark[]} marks @param {number} distance Least distance between two marks, in milliseconds.
  * @returns {Mark[]}
  */
-export function apart(marks, distance) {
+export function separateMarks(marks, distance) {
   /** @type {(Mark & { others: Mark[] })[]} */
-  const shown = [];
-  for (const mark of marks.toSorted((one, other) => WEIGHT[one.kind] - WEIGHT[other.kind] || other.at - one.at)) {
-    const near = shown.find((one) => Math.abs(one.at - mark.at) < distance);
-    if (near) near.others.push(mark);
-    else shown.push({ ...mark, others: [] });
+  const shownMarks = [];
+  for (const mark of marks.toSorted((left, right) => WEIGHT[left.kind] - WEIGHT[right.kind] || right.at - left.at)) {
+    const nearMark = shownMarks.find((shownMark) => Math.abs(shownMark.at - mark.at) < distance);
+    if (nearMark) nearMark.others.push(mark);
+    else shownMarks.push({ ...mark, others: [] });
   }
-  return shown.map(({ others, ...mark }) =>
+  return shownMarks.map(({ others, ...mark }) =>
     others.length === 0 ? mark : { ...mark, about: `${mark.about}, and ${others.length} more beside it` },
   );
 }
@@ -36,7 +36,7 @@ export function apart(marks, distance) {
  * @param {number} now Milliseconds since 1970.
  * @returns {{ from: number, to: number, isPredicted: boolean, segments: Segment[], marks: Mark[] }}
  */
-export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
+export function buildTimeline(run, attempts, { checkpoints, actions }, now) {
   const from = Date.parse(run.created_at);
   const ended = run.finished_at ? Date.parse(run.finished_at) : null;
   const expected = run.prediction?.finish_at ? Date.parse(run.prediction.finish_at) : null;
@@ -58,16 +58,17 @@ export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
         label: '',
         about: `waited ${format.duration((start - last) / 1000)}`,
       });
-    const where = attempt.worker ? ` on ${attempt.worker}` : '';
-    const about = `attempt ${attempt.attempt}${where}: ${format.duration((end - start) / 1000)}${attempt.outcome ? `, ${attempt.outcome.replaceAll('_', ' ')}` : ''}`;
+    const place = attempt.worker ? ` on ${attempt.worker}` : '';
+    const description = `attempt ${attempt.attempt}${place}: ${format.duration((end - start) / 1000)}${attempt.outcome ? `, ${attempt.outcome.replaceAll('_', ' ')}` : ''}`;
     segments.push({
       kind: 'running',
       from: start,
       to: end,
       label: attempts.length > 1 ? `Attempt ${attempt.attempt}` : (attempt.worker ?? ''),
-      about,
+      about: description,
     });
-    if (LOST.has(attempt.outcome)) marks.push({ kind: 'lost', at: end, about: `attempt ${attempt.attempt} was lost` });
+    if (LOST_OUTCOMES.has(attempt.outcome))
+      marks.push({ kind: 'lost', at: end, about: `attempt ${attempt.attempt} was lost` });
     last = end;
   });
   if (ended === null && attempts.at(-1)?.ended_at) {
@@ -86,19 +87,19 @@ export function segmentsOf(run, attempts, { checkpoints, actions }, now) {
       about: 'predicted',
     });
   }
-  for (const one of checkpoints) {
+  for (const checkpoint of checkpoints) {
     marks.push({
-      kind: one.is_best ? 'best' : 'checkpoint',
-      at: Date.parse(one.created_at),
-      about: `checkpoint of step ${format.integer(one.step)}`,
+      kind: checkpoint.is_best ? 'best' : 'checkpoint',
+      at: Date.parse(checkpoint.created_at),
+      about: `checkpoint of step ${format.integer(checkpoint.step)}`,
     });
   }
-  for (const one of actions) {
-    if (one.finished_at)
+  for (const action of actions) {
+    if (action.finished_at)
       marks.push({
         kind: 'action',
-        at: Date.parse(one.finished_at),
-        about: `${one.action.replaceAll('_', ' ')}: ${one.status}`,
+        at: Date.parse(action.finished_at),
+        about: `${action.action.replaceAll('_', ' ')}: ${action.status}`,
       });
   }
   return {

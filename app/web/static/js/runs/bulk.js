@@ -6,7 +6,7 @@ import { Dialog } from '../components/controls.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
-import { may } from '../session.js';
+import { hasScope } from '../session.js';
 
 const MOST_COMPARED = 20;
 /** Runs that one request may change. */
@@ -24,15 +24,15 @@ const MODES = [
 export function Bulk({ picked, onClear, onChanged }) {
   const [openDialog, setOpenDialog] = useState(/** @type {'stop' | 'tag' | 'delete' | null} */ (null));
   const isComparable = picked.length >= 2 && picked.length <= MOST_COMPARED;
-  const canChange = may('write') && picked.length > 0;
+  const canChange = hasScope('write') && picked.length > 0;
   const tooMany = picked.length > MOST_CHANGED ? `At most ${MOST_CHANGED} at once` : undefined;
-  const change = (/** @type {'stop' | 'tag' | 'delete'} */ what, /** @type {string} */ text, kind = '') =>
+  const renderButton = (/** @type {'stop' | 'tag' | 'delete'} */ change, /** @type {string} */ text, kind = '') =>
     html`<button
       type="button"
       class=${`btn ${kind}`}
       disabled=${tooMany !== undefined}
       title=${tooMany}
-      onClick=${() => setOpenDialog(what)}
+      onClick=${() => setOpenDialog(change)}
     >
       ${text} …
     </button>`;
@@ -43,14 +43,18 @@ export function Bulk({ picked, onClear, onChanged }) {
         <span class="sub num selected" role="status">${format.counted(picked.length, 'run')} selected</span>
         <button type="button" class="btn quiet" onClick=${onClear}>Clear</button>
       `}
-      ${canChange && html`${change('stop', 'Stop')}${change('tag', 'Tag')}${change('delete', 'Delete', 'danger')}`}
+      ${canChange && html`
+        ${renderButton('stop', 'Stop')}
+        ${renderButton('tag', 'Tag')}
+        ${renderButton('delete', 'Delete', 'danger')}
+      `}
       ${isComparable
         ? html`<a class="btn" href=${`/compare?ids=${picked.join(',')}`}>Compare</a>`
         : html`<button type="button" class="btn hide-s" disabled title=${`Select 2 to ${MOST_COMPARED} runs`}>
             Compare
           </button>`}
     </div>
-    ${openDialog && html`<${Change}
+    ${openDialog && html`<${ChangeDialog}
       what=${openDialog}
       ids=${picked}
       onClose=${close}
@@ -68,18 +72,23 @@ const WORDS = {
 };
 
 /** @param {{ what: 'stop' | 'tag' | 'delete', ids: string[], onClose: () => void, onChanged: () => void, onDeleted: () => void }} props */
-function Change({ what, ids, onClose, onChanged, onDeleted }) {
+function ChangeDialog({ what, ids, onClose, onChanged, onDeleted }) {
   const [mode, setMode] = useState('checkpoint');
-  const [add, setAdd] = useState('');
-  const [remove, setRemove] = useState('');
+  const [addedTags, setAddedTags] = useState('');
+  const [removedTags, setRemovedTags] = useState('');
   const [result, setResult] = useState(/** @type {any[] | null} */ (null));
   const action = useAction();
   const words = WORDS[what];
-  const send = (/** @type {Event} */ event) => {
+  const changeRuns = (/** @type {Event} */ event) => {
     event.preventDefault();
     action.run(async () => {
-      const more = what === 'stop' ? { mode } : what === 'tag' ? { add: tagsOf(add), remove: tagsOf(remove) } : {};
-      const { runs } = await post(`/v1/runs/${what}`, { ids, ...more });
+      const fields =
+        what === 'stop'
+          ? { mode }
+          : what === 'tag'
+            ? { add: splitTags(addedTags), remove: splitTags(removedTags) }
+            : {};
+      const { runs } = await post(`/v1/runs/${what}`, { ids, ...fields });
       setResult(runs);
       onChanged();
     });
@@ -90,16 +99,16 @@ function Change({ what, ids, onClose, onChanged, onDeleted }) {
   };
   const body = result
     ? html`
-        <${Result} runs=${result} done=${words.done} />
+        <${ChangeResult} runs=${result} done=${words.done} />
         <footer><button type="button" class="btn primary" onClick=${close}>Close</button></footer>
       `
-    : html`<form class="stackform" onSubmit=${send}>
+    : html`<form class="stackform" onSubmit=${changeRuns}>
         ${what === 'stop' &&
         MODES.map(
-          ([name, title, about]) => html`<label class="choice">
+          ([name, title, description]) => html`<label class="choice">
             <input type="radio" name="mode" checked=${mode === name} onChange=${() => setMode(name)} />
             <b>${title}</b>
-            <small>${about}</small>
+            <small>${description}</small>
           </label>`,
         )}
         ${what === 'tag' && html`
@@ -108,8 +117,8 @@ function Change({ what, ids, onClose, onChanged, onDeleted }) {
             <input
               id="tags-add"
               type="text"
-              value=${add}
-              onInput=${(/** @type {any} */ event) => setAdd(event.target.value)}
+              value=${addedTags}
+              onInput=${(/** @type {any} */ event) => setAddedTags(event.target.value)}
             />
             <p class="hint">Separated by commas.</p>
           </div>
@@ -118,8 +127,8 @@ function Change({ what, ids, onClose, onChanged, onDeleted }) {
             <input
               id="tags-remove"
               type="text"
-              value=${remove}
-              onInput=${(/** @type {any} */ event) => setRemove(event.target.value)}
+              value=${removedTags}
+              onInput=${(/** @type {any} */ event) => setRemovedTags(event.target.value)}
             />
           </div>
         `}
@@ -138,7 +147,7 @@ function Change({ what, ids, onClose, onChanged, onDeleted }) {
 }
 
 /** @param {string} text */
-const tagsOf = (text) =>
+const splitTags = (text) =>
   text
     .split(',')
     .map((tag) => tag.trim())
@@ -148,13 +157,13 @@ const tagsOf = (text) =>
  * What became of each run. One that is already as requested, such as one that ended before the stop, is no failure.
  * @param {{ runs: { id: string, outcome: string, detail: string | null }[], done: string }} props
  */
-function Result({ runs, done }) {
-  const count = (/** @type {string} */ outcome) => runs.filter((run) => run.outcome === outcome).length;
-  const unchanged = count('unchanged');
+function ChangeResult({ runs, done }) {
+  const countOutcome = (/** @type {string} */ outcome) => runs.filter((run) => run.outcome === outcome).length;
+  const unchanged = countOutcome('unchanged');
   const refused = runs.filter((run) => run.outcome === 'refused');
   return html`<div role="status" class="checks">
     <p>
-      ${format.counted(count('changed'), 'run')} ${done}
+      ${format.counted(countOutcome('changed'), 'run')} ${done}
       ${unchanged > 0 ? `, ${format.integer(unchanged)} already so or ended` : ''}.
     </p>
     ${refused.length > 0 && html`

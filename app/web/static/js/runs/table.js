@@ -4,7 +4,7 @@ import { html, signal } from '../../vendor/preact.js';
 import { Bar, Chip, Menu, Spark } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import * as format from '../format.js';
-import { groupOf, isRewarded } from '../methods.js';
+import { describeGroup, isRewarded } from '../methods.js';
 import { useNow } from '../resource.js';
 import { setQuery } from '../router.js';
 
@@ -26,7 +26,7 @@ const COLUMNS = {
     sort: 'step',
     first: 'desc',
     kind: 'hide-s progress',
-    cell: (run) => html`<${Progress} run=${run} />`,
+    cell: (run) => html`<${ProgressCell} run=${run} />`,
   },
   curve: {
     title: 'Loss or reward',
@@ -70,7 +70,7 @@ const COLUMNS = {
     sort: 'seconds',
     first: 'desc',
     kind: 'nowrap num',
-    cell: (run, { now }) => html`<${Time} run=${run} now=${now} />`,
+    cell: (run, { now }) => html`<${TimeCell} run=${run} now=${now} />`,
   },
   experiment: {
     title: 'Experiment',
@@ -104,12 +104,12 @@ const COLUMNS = {
   },
 };
 
-const STORED = 'anneal.run-columns';
+const STORAGE_KEY = 'anneal.run-columns';
 
 /** @returns {string[]} */
-function storedColumns() {
+function readStoredColumns() {
   try {
-    const names = JSON.parse(localStorage.getItem(STORED) ?? '');
+    const names = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? '');
     if (Array.isArray(names)) return Object.keys(COLUMNS).filter((name) => names.includes(name));
   } catch {
     // Nothing is stored, or nothing that can be read.
@@ -117,15 +117,15 @@ function storedColumns() {
   return Object.keys(COLUMNS).filter((name) => !COLUMNS[name].isOptional);
 }
 
-const shownColumns = signal(storedColumns());
+const shownColumns = signal(readStoredColumns());
 
 /** @param {string} name */
-function flipColumn(name) {
-  const shown = shownColumns.value.includes(name)
-    ? shownColumns.value.filter((one) => one !== name)
+function toggleColumn(name) {
+  const shownNames = shownColumns.value.includes(name)
+    ? shownColumns.value.filter((columnName) => columnName !== name)
     : [...shownColumns.value, name];
-  shownColumns.value = Object.keys(COLUMNS).filter((one) => shown.includes(one));
-  localStorage.setItem(STORED, JSON.stringify(shownColumns.value));
+  shownColumns.value = Object.keys(COLUMNS).filter((columnName) => shownNames.includes(columnName));
+  localStorage.setItem(STORAGE_KEY, JSON.stringify(shownColumns.value));
 }
 
 /** Menu of the columns. */
@@ -136,7 +136,7 @@ export const Columns = () => html`<${Menu} button=${html`Columns<${Icon} name="d
       aria-pressed=${String(shownColumns.value.includes(name))}
       onClick=${(/** @type {Event} */ event) => {
         event.stopPropagation();
-        flipColumn(name);
+        toggleColumn(name);
       }}
     >
       <span class="row">
@@ -157,9 +157,9 @@ export function Table({ runs, picked, onPick, sort, order, experiments }) {
   const columns = shownColumns.value.map((name) => COLUMNS[name]);
   const ids = runs.map((run) => run.id);
   const areAllPicked = ids.every((id) => picked.includes(id));
-  const flip = (/** @type {string} */ id) =>
-    onPick(picked.includes(id) ? picked.filter((one) => one !== id) : [...picked, id]);
-  const flipAll = () =>
+  const toggleRun = (/** @type {string} */ id) =>
+    onPick(picked.includes(id) ? picked.filter((otherId) => otherId !== id) : [...picked, id]);
+  const toggleAll = () =>
     onPick(areAllPicked ? picked.filter((id) => !ids.includes(id)) : [...new Set([...picked, ...ids])]);
   return html`<section class="box scroll" tabindex="0" role="region" aria-label="Runs">
     <table class="table cards">
@@ -170,7 +170,7 @@ export function Table({ runs, picked, onPick, sort, order, experiments }) {
               type="checkbox"
               aria-label="Select all runs of this page"
               checked=${areAllPicked}
-              onChange=${flipAll}
+              onChange=${toggleAll}
             />
           </th>
           <${Header} column=${{ title: 'Run', sort: 'name', first: 'asc' }} sort=${sort} order=${order} />
@@ -182,11 +182,11 @@ export function Table({ runs, picked, onPick, sort, order, experiments }) {
       <tbody>
         ${runs.map(
           (run, index) => html`
-            ${sort === 'best' && groupOf(run) !== (index > 0 && groupOf(runs[index - 1])) && html`<tr
+            ${sort === 'best' && describeGroup(run) !== (index > 0 && describeGroup(runs[index - 1])) && html`<tr
               class="group"
-              key=${groupOf(run)}
+              key=${describeGroup(run)}
             >
-              <th scope="rowgroup" colspan=${columns.length + 2}>${groupOf(run)}</th>
+              <th scope="rowgroup" colspan=${columns.length + 2}>${describeGroup(run)}</th>
             </tr>`}
             <tr key=${run.id} aria-selected=${String(picked.includes(run.id))}>
               <td class="pick">
@@ -194,7 +194,7 @@ export function Table({ runs, picked, onPick, sort, order, experiments }) {
                   type="checkbox"
                   aria-label=${`Select ${run.name}`}
                   checked=${picked.includes(run.id)}
-                  onChange=${() => flip(run.id)}
+                  onChange=${() => toggleRun(run.id)}
                 />
               </td>
               <td class="what">
@@ -220,10 +220,10 @@ export function Table({ runs, picked, onPick, sort, order, experiments }) {
 
 /** @param {{ column: { title: string, sort?: string, first?: 'asc' | 'desc', kind?: string }, sort: string, order: string | null }} props */
 function Header({ column, sort, order }) {
-  const { title, sort: by, first, kind = '' } = column;
+  const { title, sort: sortKey, first, kind = '' } = column;
   const place = kind.includes('right') ? 'right' : undefined;
-  if (!by) return html`<th class=${place}>${title}</th>`;
-  const isSorted = by === sort;
+  if (!sortKey) return html`<th class=${place}>${title}</th>`;
+  const isSorted = sortKey === sort;
   const direction = isSorted ? (order ?? first) : undefined;
   const next = isSorted && first ? (direction === 'asc' ? 'desc' : 'asc') : first;
   const state = !isSorted
@@ -233,7 +233,8 @@ function Header({ column, sort, order }) {
       : direction === 'desc'
         ? 'descending'
         : 'other';
-  const sortBy = () => setQuery({ sort: by === 'live' ? null : by, order: next === first ? null : next, after: null });
+  const sortBy = () =>
+    setQuery({ sort: sortKey === 'live' ? null : sortKey, order: next === first ? null : next, after: null });
   return html`<th class=${place} aria-sort=${state}>
     <button type="button" class="sort" onClick=${sortBy}>
       ${title}
@@ -243,7 +244,7 @@ function Header({ column, sort, order }) {
 }
 
 /** @param {{ run: any }} props */
-const Progress = ({ run }) => {
+const ProgressCell = ({ run }) => {
   const step = run.step ?? 0;
   if (!run.total_steps) return html`<span class="sub num">${step ? `step ${format.integer(step)}` : '–'}</span>`;
   return html`
@@ -260,11 +261,13 @@ const Progress = ({ run }) => {
 };
 
 /** @param {{ run: any, now: number }} props */
-const Time = ({ run, now }) => {
-  if (run.status === 'failed') return html`<span class="error-text">${sentence(run.reason ?? 'failed')}</span>`;
+const TimeCell = ({ run, now }) => {
+  if (run.status === 'failed') return html`<span class="error-text">${formatCode(run.reason ?? 'failed')}</span>`;
   if (run.status === 'pending') {
-    if (run.reason && run.reason !== 'queued') return html`<span class="muted">${sentence(run.reason)}</span>`;
-    return html`<span class="muted">${run.starts_at ? `starts ${inTime(run.starts_at, now)}` : 'in the queue'}</span>`;
+    if (run.reason && run.reason !== 'queued') return html`<span class="muted">${formatCode(run.reason)}</span>`;
+    return html`<span class="muted">
+      ${run.starts_at ? `starts ${formatTimeLeft(run.starts_at, now)}` : 'in the queue'}
+    </span>`;
   }
   if (run.finished_at)
     return html`<span class="muted">
@@ -278,11 +281,11 @@ const Time = ({ run, now }) => {
 };
 
 /** @param {string} time @param {number} now */
-const inTime = (time, now) =>
+const formatTimeLeft = (time, now) =>
   Date.parse(time) > now ? `in ${format.duration((Date.parse(time) - now) / 1000)}` : 'soon';
 
 /** @param {string} code A code in snake_case, as words. */
-const sentence = (code) => {
+const formatCode = (code) => {
   const words = code.replaceAll('_', ' ');
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
