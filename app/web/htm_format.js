@@ -1,7 +1,7 @@
-// Plugin of Prettier that formats the dashboard's `html` templates, which htm reads; `make lint` and `make format` use it.
+// Plugin of Prettier for the dashboard's `html` templates, which htm reads; `make lint` and `make format` use it.
 //
-// To htm, white space with a line break at the border of a text is nothing, and any other white space is content. A line
-// break is therefore added or removed only where it is nothing, or inside a text, where browsers show it as a space.
+// To htm, white space with a line break at the border of a text is nothing, and any other white space is content. A
+// line break is therefore added or removed only where it is nothing, or inside a text, where it is shown as a space.
 
 import { createRequire } from 'node:module';
 import { contentOf, isElement, isText, parseTemplate } from './htm_template.js';
@@ -53,7 +53,10 @@ function printChildren(children, expressions) {
     if (!previous || isBreakable(children[index - 1], child)) groups.push(printed);
     else previous.push([previous.pop(), printed[0]], ...printed.slice(1));
   });
-  return groups.map((contents, index) => [index === 0 ? '' : softline, fill(contents)]);
+  return groups.map((contents, index) => [
+    index === 0 ? '' : softline,
+    contents.length === 1 ? contents[0] : fill(contents),
+  ]);
 }
 
 /** @param {Part[]} parts @param {any[]} expressions */

@@ -1,4 +1,4 @@
-// Reads the dashboard's `html` templates as htm does. Pure: the formatter uses it, and the tests without npm's registry.
+// Reads the dashboard's `html` templates as htm does, for the formatter. Pure: its tests need no package of npm.
 
 /**
  * @typedef {object} Element

@@ -103,7 +103,8 @@ export const hasLevel = (level, minimum) =>
 
 /**
  * Rows of a fixed height that are in sight.
- * @param {number} count @param {number} rowHeight @param {number} top Scrolled pixels. @param {number} height Visible pixels.
+ * @param {number} count @param {number} rowHeight
+ * @param {number} top Scrolled pixels. @param {number} height Visible pixels.
  * @returns {[number, number]} First row, and the one after the last.
  */
 export function computeRowsInSight(count, rowHeight, top, height) {

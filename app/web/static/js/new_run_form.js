@@ -3,8 +3,8 @@
 /**
  * @typedef {object} FormField
  * @property {string} name
- * @property {'number' | 'integer' | 'amount' | 'boolean' | 'choice' | 'text' | 'list' | 'json'} kind `amount`: a number or a word such as
- *   `1k` or `epoch`.
+ * @property {'number' | 'integer' | 'amount' | 'boolean' | 'choice' | 'text' | 'list' | 'json'} kind `amount`: a number
+ *   or a word, such as `1k` or `epoch`.
  * @property {string} description
  * @property {unknown} fallback Default.
  * @property {boolean} isNullable
@@ -162,7 +162,8 @@ export function parseValue(field, text) {
 
 /**
  * Body of `POST /v1/runs`: only what was set.
- * @param {Record<string, unknown>} values Fields of the request beside the configuration; null or empty ones are left out.
+ * @param {Record<string, unknown>} values Fields of the request beside the configuration; null or empty ones are left
+ *   out.
  * @param {Record<string, unknown>} config Fields of the configuration that were set.
  */
 export function buildRequest(values, config) {
@@ -196,5 +197,10 @@ export function formatYaml(fields, depth = 0) {
 export function formatCurl(origin, body) {
   // In single quotes a shell changes nothing; a quote itself is written outside of them.
   const json = JSON.stringify(body, null, 2).replaceAll("'", `'\\''`);
-  return `curl -X POST ${origin}/v1/runs \\\n  -H "Authorization: Bearer $ANNEAL_API_KEY" \\\n  -H "Content-Type: application/json" \\\n  -d '${json}'`;
+  return [
+    `curl -X POST ${origin}/v1/runs`,
+    `-H "Authorization: Bearer $ANNEAL_API_KEY"`,
+    `-H "Content-Type: application/json"`,
+    `-d '${json}'`,
+  ].join(' \\\n  ');
 }

@@ -76,7 +76,9 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
 
 /**
  * State of a request that a person starts: at most one at a time, with its error.
- * @returns {{ busy: boolean, error: ApiError | null, run: (work: () => Promise<void>) => Promise<void>, clear: () => void }}
+ * @returns {{
+ *   busy: boolean, error: ApiError | null, run: (work: () => Promise<void>) => Promise<void>, clear: () => void,
+ * }}
  */
 export function useAction() {
   const [state, setState] = useState({ busy: false, error: /** @type {ApiError | null} */ (null) });

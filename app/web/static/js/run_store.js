@@ -49,7 +49,8 @@ const METRICS = /** @type {const} */ ([
   'samples_per_second',
 ]);
 
-/** @typedef {{ seq: number, type: string, [field: string]: any }} RunEvent */
+/** @import * as api from './api_types.js' */
+/** @typedef {api.RunEvent} RunEvent */
 
 /**
  * Progress of a part of the page through the events; while it is read, its events wait.
@@ -60,6 +61,7 @@ export class RunStore {
   /** @param {string} id */
   constructor(id) {
     this.id = id;
+    /** Read before any part of the page is shown; null until then. @type {import('@preact/signals').Signal<api.Run>} */
     this.run = signal(/** @type {any} */ (null));
     this.error = signal(/** @type {ApiError | null} */ (null));
     /** @type {Map<string, import('./curves.js').Series>} */
@@ -69,18 +71,18 @@ export class RunStore {
     this.log = new LogWindow();
     /** Level of the lines in the window: empty (all), `warning` or `error`. */
     this.logLevel = signal('');
-    /** @type {any[]} */
+    /** @type {api.SampleEvent[]} */
     this.samples = [];
     /** Newest GPU telemetry, and progress of the present phase. */
-    this.device = signal(/** @type {any} */ (null));
-    this.progress = signal(/** @type {any} */ (null));
-    this.checkpoints = signal(/** @type {any[] | null} */ (null));
-    this.actions = signal(/** @type {any[] | null} */ (null));
-    this.attempts = signal(/** @type {any[] | null} */ (null));
+    this.device = signal(/** @type {api.DeviceEvent | null} */ (null));
+    this.progress = signal(/** @type {api.ProgressEvent | null} */ (null));
+    this.checkpoints = signal(/** @type {api.Checkpoint[] | null} */ (null));
+    this.actions = signal(/** @type {api.Action[] | null} */ (null));
+    this.attempts = signal(/** @type {api.Attempt[] | null} */ (null));
     /** Events of a timeline: repairs, actions, status changes, skipped rows. */
     this.notes = signal(/** @type {RunEvent[]} */ ([]));
     this.hasOlderNotes = signal(false);
-    /** Newest event with the configuration in effect. @type {RunEvent | null} */
+    /** Newest event with the configuration in effect. @type {api.ConfigEvent | null} */
     this.config = null;
     /** Failures of parts of the page that are tried again, by the name of the part. */
     this.failures = signal(/** @type {Record<string, ApiError>} */ ({}));
@@ -291,7 +293,7 @@ export class RunStore {
   /**
    * Change the window of the log, one change after the other. Lines that arrive meanwhile wait, since they may be among
    * those that are read, or follow them.
-   * @param {(read: (range: { before?: number, after?: number }) => Promise<any>) => Promise<void>} change
+   * @param {(read: (range: { before?: number, after?: number }) => Promise<api.Page<api.LogEvent>>) => Promise<void>} change
    */
   readLines(change) {
     const part = this.parts.log;
@@ -384,7 +386,7 @@ export class RunStore {
       case 'log':
         this.addToPart('log', event, () => {
           if (!this.log.isAtEnd || !hasLevel(event.level, this.logLevel.value)) return;
-          this.log.append([/** @type {any} */ (event)]);
+          this.log.append([event]);
           this.logVersion.value += 1;
         });
         break;
@@ -452,7 +454,7 @@ export class RunStore {
     }
   }
 
-  /** @param {RunEvent} event */
+  /** @param {api.MetricEvent} event */
   addMetric(event) {
     const { step } = event;
     this.dropLaterPass(step);
@@ -490,7 +492,7 @@ export class RunStore {
     });
   }
 
-  /** @param {RunEvent} event */
+  /** @param {api.EvalEvent} event */
   addEvaluation(event) {
     for (const [name, value] of Object.entries(event.metrics ?? {})) {
       if (typeof value === 'number' || value === null) this.addPoint(`eval.${name}`, event.step, value);
@@ -506,7 +508,7 @@ export class RunStore {
     appendPoint(series, step, value);
   }
 
-  /** @param {RunEvent} event */
+  /** @param {api.MetricEvent} event */
   addTime(event) {
     const started = this.run.value?.started_at;
     if (!started || !event.ts) return;

@@ -144,8 +144,10 @@ const WHOLE_TICK_DISTANCES = TICK_DISTANCES.filter(Number.isInteger);
 class Drawing {
   /**
    * @param {HTMLElement} box
-   * @param {{ shown: any[], logScale: boolean, isWide: boolean, group: string, ticks: ((x: number) => string) | undefined,
-   *   onCursor: (index: number | null) => void }} options
+   * @param {{
+   *   shown: any[], logScale: boolean, isWide: boolean, group: string, ticks: ((x: number) => string) | undefined,
+   *   onCursor: (index: number | null) => void,
+   * }} options
    */
   constructor(box, { shown, logScale, isWide, group, ticks, onCursor }) {
     /** @type {any[]} */
@@ -179,7 +181,7 @@ class Drawing {
         height: box.clientHeight || 150,
         padding: [6, 14, 0, 0],
         legend: { show: false },
-        // The other charts follow the cursor, but not a selection: one that is not drawn yet has no scale to read it with.
+        // The other charts follow the cursor, but not a selection: one that is not drawn yet has no scale for it.
         cursor: {
           sync: {
             key: group,

@@ -6,9 +6,11 @@ import { Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { useResource } from '../resource.js';
 
+/** @import * as api from '../api_types.js' */
+
 const PAGE_SIZE = 10;
 
-/** @param {{ dataset: any }} props */
+/** @param {{ dataset: api.Dataset }} props */
 export function Rows({ dataset }) {
   // Positions of the pages so far; the last one is shown.
   const [pages, setPages] = useState(/** @type {(string | null)[]} */ ([null]));

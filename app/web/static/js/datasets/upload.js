@@ -8,6 +8,8 @@ import * as format from '../format.js';
 import { useAction } from '../resource.js';
 import { navigate } from '../router.js';
 
+/** @import * as api from '../api_types.js' */
+
 /**
  * @typedef {object} Transfer
  * @property {number} number
@@ -16,7 +18,7 @@ import { navigate } from '../router.js';
  * @property {number} sent Bytes.
  * @property {number} began Milliseconds since 1970.
  * @property {ApiError | null} error
- * @property {any} dataset
+ * @property {api.Dataset | null} dataset
  * @property {AbortController} aborted
  */
 
@@ -129,7 +131,7 @@ function TransferBox({ transfer, onCancel, onClose }) {
     </div>`}
     ${state === 'waiting' && html`<p class="inside sub">Waits for the file before it.</p>`}
     ${state === 'cancelled' && html`<p class="inside sub">Cancelled. Nothing was stored.</p>`}
-    ${state === 'done' && html`<p class="inside">
+    ${state === 'done' && dataset && html`<p class="inside">
       <a href=${`/datasets/${dataset.id}`}>${format.counted(dataset.rows, 'row')} of format ${dataset.format}</a>
     </p>`}
     ${error && html`

@@ -261,7 +261,12 @@ const RESULTS = [
   ['Peak GPU memory, GiB', (run) => run.metrics.gpu_memory_mb?.max, format.gib, 'min'],
 ];
 
-/** @param {{ runs: any[], areComparable: boolean, differences: Record<string, Record<string, unknown>>, common: Record<string, unknown>, ids: string[] }} props */
+/**
+ * @param {{
+ *   runs: any[], areComparable: boolean, differences: Record<string, Record<string, unknown>>,
+ *   common: Record<string, unknown>, ids: string[],
+ * }} props
+ */
 function Results({ runs, areComparable, differences, common, ids }) {
   const [isAll, setAll] = useState(false);
   const removeRun = (/** @type {string} */ id) => setQuery({ ids: ids.filter((otherId) => otherId !== id).join(',') });

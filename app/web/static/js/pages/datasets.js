@@ -12,6 +12,8 @@ import { useAction, useNow, useResource, useSettled } from '../resource.js';
 import { navigate, query, setQuery } from '../router.js';
 import { hasScope } from '../session.js';
 
+/** @import * as api from '../api_types.js' */
+
 export const title = 'Datasets';
 
 const PAGE_SIZE = 50;
@@ -62,7 +64,7 @@ function List() {
           />
         </div>
         <${Loaded} resource=${list} what="datasets">
-          ${(/** @type {any} */ page) =>
+          ${(/** @type {api.Page<api.Dataset>} */ page) =>
             page.data.length === 0
               ? html`<section class="box">
                   ${search
@@ -87,7 +89,7 @@ function List() {
                       </thead>
                       <tbody>
                         ${page.data.map(
-                          (/** @type {any} */ dataset) => html`<tr key=${dataset.id}>
+                          (dataset) => html`<tr key=${dataset.id}>
                             <td><a class="name" href=${`/datasets/${dataset.id}`}>${dataset.name}</a></td>
                             <td><span class="tag">${dataset.format}</span></td>
                             <td class="right num">${format.integer(dataset.rows)}</td>
@@ -108,7 +110,7 @@ function List() {
                     ${page.has_more && html`<button
                       type="button"
                       class="btn small"
-                      onClick=${() => setQuery({ after: page.data.at(-1).id })}
+                      onClick=${() => setQuery({ after: page.data.at(-1)?.id })}
                     >
                       Next page
                     </button>`}
@@ -201,7 +203,7 @@ function RunsOn({ id }) {
     </header>
     <ul class="list">
       ${runRows.map(
-        (/** @type {any} */ run) => html`<li key=${run.id}>
+        (/** @type {api.RunRow} */ run) => html`<li key=${run.id}>
           <a class="name grow" href=${`/runs/${run.id}`}>${run.name}</a>
           <${Chip} status=${run.status} />
         </li>`,
@@ -211,7 +213,7 @@ function RunsOn({ id }) {
   </section>`;
 }
 
-/** @param {{ dataset: any, onClose: () => void }} props */
+/** @param {{ dataset: api.Dataset, onClose: () => void }} props */
 function DeleteDialog({ dataset, onClose }) {
   const action = useAction();
   const deleteDataset = () =>

@@ -188,7 +188,9 @@ function Experiment({ id }) {
           shownRuns.length === 0
             ? html`<section class="box">
                 <${Empty} title="This experiment has no run yet.">
-                  ${hasScope('write') && html`<p><a class="btn primary" href=${`/new?experiment=${id}`}>New run</a></p>`}
+                  ${hasScope('write') && html`<p>
+                    <a class="btn primary" href=${`/new?experiment=${id}`}>New run</a>
+                  </p>`}
                 <//>
               </section>`
             : html`<section class="box scroll" tabindex="0" role="region" aria-label="Best runs of each method">

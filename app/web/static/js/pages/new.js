@@ -22,6 +22,9 @@ import { useAction, useResource, useSettled } from '../resource.js';
 import { navigate, query } from '../router.js';
 import { hasScope } from '../session.js';
 
+/** @import * as api from '../api_types.js' */
+/** @import { FormField } from '../new_run_form.js' */
+
 export const title = 'New run';
 
 /** Drafts are kept by the address, for a reload of the page. */
@@ -106,7 +109,7 @@ async function readStartingPoint(params, signal) {
   return { ...createEmptyDraft(), values: Object.fromEntries(Object.entries(named).filter(([, value]) => value)) };
 }
 
-/** @param {any} run @returns {Draft} */
+/** @param {api.Run} run @returns {Draft} */
 function createDraft(run) {
   const values = {
     name: run.name,
@@ -159,7 +162,7 @@ function Form({ schema, start, place }) {
   const setValue = (/** @type {string} */ name, /** @type {unknown} */ value) =>
     setDraft({ ...draft, values: { ...values, [name]: value } });
   const setField = (/** @type {string} */ name, /** @type {string} */ text) => {
-    const field = /** @type {import('../new_run_form.js').FormField} */ (fields.get(name));
+    const field = /** @type {FormField} */ (fields.get(name));
     const { [name]: _text, ...others } = texts;
     const { [name]: _value, ...otherConfig } = config;
     try {
@@ -205,7 +208,7 @@ function Form({ schema, start, place }) {
   }));
   const shownErrors = new Map([...errors, ...unreadable].map(({ field, message }) => [field, message]));
   const method = String(config.method ?? schema.properties.method.default);
-  const methods = /** @type {import('../new_run_form.js').FormField} */ (fields.get('method')).choices;
+  const methods = /** @type {FormField} */ (fields.get('method')).choices;
   const choice = readChoice(config, method);
   const objectives = OBJECTIVES.filter(([name]) => methods.includes(name));
   const isAdapter = config.lora_r !== null && choice.adapter !== 'full';
@@ -301,7 +304,10 @@ function Form({ schema, start, place }) {
 
 /**
  * A row of tiles, of which one is chosen.
- * @param {{ label: string, hint: string, options: [string, string, string][], value: string, onChange: (name: string) => void }} props
+ * @param {{
+ *   label: string, hint: string, options: [string, string, string][], value: string,
+ *   onChange: (name: string) => void,
+ * }} props
  */
 const Choices = ({ label, hint, options, value, onChange }) => html`<div class="f">
   <p class="legend-text"><b>${label}</b> <span class="hint">${hint}</span></p>
@@ -316,7 +322,12 @@ const Choices = ({ label, hint, options, value, onChange }) => html`<div class="
   </div>
 </div>`;
 
-/** @param {{ values: Record<string, any>, config: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void, onModel: (text: string) => void }} props */
+/**
+ * @param {{
+ *   values: Record<string, any>, config: Record<string, any>, errors: Map<string, string>,
+ *   onValue: (name: string, value: unknown) => void, onModel: (text: string) => void,
+ * }} props
+ */
 function Basics({ values, config, errors, onValue, onModel }) {
   const models = useResource((signal) => get('/v1/models', {}, signal), 'models');
   const trained = useResource(
@@ -332,11 +343,11 @@ function Basics({ values, config, errors, onValue, onModel }) {
   const listed = datasets.data?.data ?? [];
   // A chosen dataset may be none of those that the search found.
   const missing = [values.dataset_id, values.eval_dataset_id].filter(
-    (id) => id && datasets.data && !listed.some((/** @type {any} */ dataset) => dataset.id === id),
+    (id) => id && datasets.data && !listed.some((/** @type {api.Dataset} */ dataset) => dataset.id === id),
   );
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
   const setFromEvent = (/** @type {string} */ name) => (/** @type {any} */ event) => onValue(name, event.target.value);
-  const names = listed.map((/** @type {any} */ dataset) => dataset.name);
+  const names = listed.map((/** @type {api.Dataset} */ dataset) => dataset.name);
   // Datasets with the same name are listed with their age and the end of their ID.
   const namesakes = new Set(
     names.filter((/** @type {string} */ name, /** @type {number} */ index) => names.indexOf(name) !== index),
@@ -344,7 +355,7 @@ function Basics({ values, config, errors, onValue, onModel }) {
   const options = [
     ...missing.map((id) => html`<option value=${id}>${format.shortId(id)}</option>`),
     ...listed.map(
-      (/** @type {any} */ dataset) => html`<option value=${dataset.id}>
+      (/** @type {api.Dataset} */ dataset) => html`<option value=${dataset.id}>
         ${dataset.name} (${dataset.format}, ${format.counted(dataset.rows, 'row')}
         ${namesakes.has(dataset.name)
           ? `, ${format.ago(dataset.created_at, Date.now())}, ${format.shortId(dataset.id)}`
@@ -370,7 +381,7 @@ function Basics({ values, config, errors, onValue, onModel }) {
       <datalist id="models">
         ${(models.data?.data ?? []).map((/** @type {any} */ model) => html`<option value=${model.id}></option>`)}
         ${(trained.data?.data ?? []).map(
-          (/** @type {any} */ run) => html`<option value=${run.id}>${`output of ${run.name}`}</option>`,
+          (/** @type {api.RunRow} */ run) => html`<option value=${run.id}>${`output of ${run.name}`}</option>`,
         )}
       </datalist>
       ${showError('config.base_model') ||
@@ -440,8 +451,8 @@ function Basics({ values, config, errors, onValue, onModel }) {
 }
 
 /**
- * Field of words that are separated by commas. Its text is its own, so that a check that arrives does not change what is
- * being typed.
+ * Field of words that are separated by commas. Its text is its own, so that a check that arrives does not change what
+ * is being typed.
  * @param {{ id: string, placeholder?: string, words: string[], onWords: (words: string[]) => void }} props
  */
 function Words({ id, placeholder, words, onWords }) {
@@ -463,7 +474,9 @@ function Words({ id, placeholder, words, onWords }) {
 
 /**
  * Where the run may start, and how often it is tried again.
- * @param {{ values: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void }} props
+ * @param {{
+ *   values: Record<string, any>, errors: Map<string, string>, onValue: (name: string, value: unknown) => void,
+ * }} props
  */
 function Placement({ values, errors, onValue }) {
   const backends = useResource((signal) => get('/v1/backends', {}, signal), 'backends');
@@ -576,7 +589,9 @@ function Placement({ values, errors, onValue }) {
             onInput=${(/** @type {any} */ event) => setResource('expert_parallel', readNumber(event))}
           />
           ${showError('resources.expert_parallel') ||
-          html`<p class="hint">Of a mixture-of-experts model: each device has a part of the experts of every layer.</p>`}
+          html`<p class="hint">
+            Of a mixture-of-experts model: each device has a part of the experts of every layer.
+          </p>`}
         </div>
         <div class="f">
           <label for="field-memory_mb" title="resources.memory_mb">Least memory, MiB</label>
@@ -648,8 +663,10 @@ function Placement({ values, errors, onValue }) {
 }
 
 /**
- * @param {{ field: import('../new_run_form.js').FormField, effective: unknown, value: unknown, text: string | undefined, error: string | undefined, onChange: (text: string) => void }} props
- *   `effective`: value that a run would have, if the request is valid.
+ * @param {{
+ *   field: FormField, effective: unknown, value: unknown, text: string | undefined, error: string | undefined,
+ *   onChange: (text: string) => void,
+ * }} props `effective`: value that a run would have, if the request is valid.
  */
 function Field({ field, effective, value, text, error, onChange }) {
   const id = `field-${field.name}`;
@@ -709,11 +726,16 @@ const formatLabel = (name) => {
   return words.charAt(0).toUpperCase() + words.slice(1);
 };
 
-/** @param {{ groups: ReturnType<typeof readGroups>, main: string[], method: string, config: Record<string, unknown>, errors: Map<string, string>, control: (name: string) => any }} props */
+/**
+ * @param {{
+ *   groups: ReturnType<typeof readGroups>, main: string[], method: string, config: Record<string, unknown>,
+ *   errors: Map<string, string>, control: (name: string) => any,
+ * }} props
+ */
 function OtherFields({ groups, main, method, config, errors, control }) {
   const [text, setText] = useState('');
   const nameSearch = text.trim().toLowerCase().replaceAll(' ', '_');
-  const isShown = (/** @type {import('../new_run_form.js').FormField} */ field) =>
+  const isShown = (/** @type {FormField} */ field) =>
     !WITH_OWN_CONTROL.has(field.name) &&
     (nameSearch
       ? field.name.includes(nameSearch) || field.description.toLowerCase().includes(text.trim().toLowerCase())
@@ -771,7 +793,7 @@ function focusField(name) {
 
 /**
  * Why a text is not a value of its field.
- * @param {import('../new_run_form.js').FormField} field
+ * @param {FormField} field
  * @param {string} text
  */
 function describeProblem(field, text) {
@@ -783,7 +805,12 @@ function describeProblem(field, text) {
   }
 }
 
-/** @param {{ isChecked: boolean, unreadable: { field: string, message: string }[], checked: import('../resource.js').Resource<any> | null }} props */
+/**
+ * @param {{
+ *   isChecked: boolean, unreadable: { field: string, message: string }[],
+ *   checked: import('../resource.js').Resource<any> | null,
+ * }} props
+ */
 function Checks({ isChecked, unreadable, checked }) {
   const result = checked && readCheck(checked);
   const names = new Set(unreadable.map(({ field }) => field));
@@ -827,14 +854,13 @@ const BASIS_LABELS = {
 function Estimate({ estimate }) {
   const { memory_mb: memory, device } = estimate;
   const others = estimate.fits.slice(1);
-  const parts = Object.entries(memory ?? {}).filter(
-    ([name, size]) => name !== 'total' && /** @type {number} */ (size) > 0,
-  );
+  const parts = Object.entries(memory ?? {}).filter(([name, size]) => name !== 'total' && size > 0);
   const scale = Math.max(
     device.memory_mb ?? 0,
     memory?.total ?? 0,
-    parts.reduce((sum, [, size]) => sum + /** @type {number} */ (size), 0),
+    parts.reduce((sum, [, size]) => sum + size, 0),
   );
+  const labels = parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.mebibytes(size)}`);
   const fit = estimate.fits[0];
   return html`<section class="box" aria-label="Estimate">
     <header><h2>Estimate</h2><span class="sub">${device.name}</span></header>
@@ -847,14 +873,10 @@ function Estimate({ estimate }) {
             ${device.memory_mb && ` of ${format.mebibytes(device.memory_mb)}`}
           </b>
         </div>
-        <div
-          class="stack"
-          role="img"
-          aria-label=${`Memory: ${parts.map(([name, size]) => `${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}`).join(', ')}`}
-        >
+        <div class="stack" role="img" aria-label=${`Memory: ${labels.join(', ')}`}>
           ${parts.map(
             ([, size], index) => html`<i style=${{
-              width: `${(100 * /** @type {number} */ (size)) / scale}%`,
+              width: `${(100 * size) / scale}%`,
               background: `var(--c${(index % 8) + 1})`,
             }}></i>`,
           )}
@@ -863,7 +885,7 @@ function Estimate({ estimate }) {
           ${parts.map(
             ([name, size], index) => html`<span>
               <i class="swatch" style=${{ background: `var(--c${(index % 8) + 1})` }}></i>
-              ${name.replaceAll('_', ' ')} ${format.mebibytes(/** @type {number} */ (size))}
+              ${name.replaceAll('_', ' ')} ${format.mebibytes(size)}
             </span>`,
           )}
         </div>

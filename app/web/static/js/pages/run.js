@@ -18,6 +18,8 @@ import { Log } from '../run/log.js';
 import { Samples, groupByPrompt } from '../run/samples.js';
 import { Summary } from '../run/summary.js';
 
+/** @import * as api from '../api_types.js' */
+
 export const title = 'Run';
 
 /** @param {{ id: string }} props */
@@ -48,7 +50,7 @@ function RunView({ store }) {
     document.title = `${run.name} · Anneal`;
   }, [run.name]);
   const requestedTab = query.value.get('tab') ?? 'overview';
-  const tabs = [
+  const tabs = /** @type {[string, string, number | null | undefined][]} */ ([
     ['overview', 'Overview', null],
     ['log', 'Log', null],
     ['checkpoints', 'Checkpoints', store.checkpoints.value?.length],
@@ -60,9 +62,9 @@ function RunView({ store }) {
       'History',
       store.attempts.value && store.attempts.value.length > 1 ? store.attempts.value.length : null,
     ],
-  ];
+  ]);
   const tab = tabs.some(([key]) => key === requestedTab) ? requestedTab : 'overview';
-  const tabAddress = (/** @type {any} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
+  const tabAddress = (/** @type {string} */ key) => (key === 'overview' ? path.value : `${path.value}?tab=${key}`);
   const failures = Object.entries(store.failures.value);
   const tabBar = useRef(/** @type {HTMLElement | null} */ (null));
   useEffect(() => {
@@ -89,7 +91,7 @@ function RunView({ store }) {
       ${tabs.map(
         ([key, name, count]) => html`<a href=${tabAddress(key)} aria-current=${key === tab ? 'page' : undefined}>
           ${name}
-          ${count != null && html`<span class="n">${format.integer(/** @type {number} */ (count))}</span>`}
+          ${count != null && html`<span class="n">${format.integer(count)}</span>`}
         </a>`,
       )}
     </nav>
@@ -107,7 +109,7 @@ function RunView({ store }) {
 function Overview({ store }) {
   const run = store.run.value;
   const checkpoints = store.checkpoints.value ?? [];
-  const newest = groupByPrompt(store.samples)[0];
+  const newest = groupByPrompt(store.samples)[0]?.samples.at(-1);
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
   return html`
     ${run.status === 'failed' && html`<${Failure} store=${store} />`}
@@ -144,14 +146,11 @@ function Overview({ store }) {
         ${newest && html`<section class="box">
           <header>
             <h2>Newest sample</h2>
-            <span class="sub num">step ${format.integer(newest.samples.at(-1).step)}</span>
+            <span class="sub num">step ${format.integer(newest.step)}</span>
             <span class="grow"></span>
             <a class="sub" href=${`${path.value}?tab=samples`}>All</a>
           </header>
-          <div class="say">
-            <p class="q mono clip">${newest.prompt}</p>
-            <p class="a">${newest.samples.at(-1).completion}</p>
-          </div>
+          <div class="say"><p class="q mono clip">${newest.prompt}</p><p class="a">${newest.completion}</p></div>
         </section>`}
         ${store.device.value && html`<${Device} device=${store.device.value} />`}
       </aside>
@@ -160,7 +159,7 @@ function Overview({ store }) {
   `;
 }
 
-/** @param {{ device: any }} props */
+/** @param {{ device: api.DeviceEvent }} props */
 const Device = ({ device }) => html`<section class="box">
   <header><h2>Device</h2><span class="sub">GPU ${device.index}</span></header>
   <dl class="kv">

@@ -13,6 +13,8 @@ import { Columns, Table } from '../runs/table.js';
 import { hasScope } from '../session.js';
 import { followStream } from '../stream.js';
 
+/** @import * as api from '../api_types.js' */
+
 export const title = 'Runs';
 
 const PAGE_SIZE = 50;
@@ -69,7 +71,7 @@ export default function Runs() {
   });
   const counts = useResource((signal) => get('/v1/runs/counts', others, signal), JSON.stringify(others));
   const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
-  const isAnyLive = (list.data?.data ?? []).some((/** @type {any} */ run) => LIVE.has(run.status));
+  const isAnyLive = (list.data?.data ?? []).some((/** @type {api.RunRow} */ run) => LIVE.has(run.status));
   useEffect(() => setLive(isAnyLive), [isAnyLive]);
 
   const reload = () => {
@@ -111,7 +113,7 @@ export default function Runs() {
     </div>
     <${Filters} counts=${counts.data?.counts ?? {}} experiments=${experiments.data?.data ?? []} />
     <${Loaded} resource=${list} what="runs">
-      ${(/** @type {any} */ page) =>
+      ${(/** @type {api.Page<api.RunRow>} */ page) =>
         page.data.length === 0
           ? html`<section class="box"><${NoRuns} task=${task} isFiltered=${isFiltered || after} /></section>`
           : html`<${Table}

@@ -7,6 +7,8 @@ import { Empty, Loaded, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useNow, useResource } from '../resource.js';
 
+/** @import * as api from '../api_types.js' */
+
 export const title = 'Workers';
 
 const EVERY_MS = 5000;
@@ -21,7 +23,7 @@ export default function Workers() {
   );
   const counts = useResource((signal) => get('/v1/runs/counts', {}, signal), 'counts', { everyMs: EVERY_MS });
   const now = useNow(1000);
-  const runs = new Map((active.data?.data ?? []).map((/** @type {any} */ run) => [run.id, run]));
+  const runs = new Map((active.data?.data ?? []).map((/** @type {api.RunRow} */ run) => [run.id, run]));
   return html`
     <div class="head center">
       <h1 class="grow">Workers</h1>
@@ -30,8 +32,8 @@ export default function Workers() {
       </span>`}
     </div>
     <${Loaded} resource=${workers} what="workers">
-      ${(/** @type {any} */ page) => {
-        const shownWorkers = page.data.filter((/** @type {any} */ worker) => worker.state !== 'offline');
+      ${(/** @type {api.Page<api.Worker>} */ page) => {
+        const shownWorkers = page.data.filter((worker) => worker.state !== 'offline');
         if (shownWorkers.length === 0) {
           return html`<section class="box">
             <${Empty} title="No worker is online.">
@@ -44,12 +46,7 @@ export default function Workers() {
         }
         return html`<div class="hosts">
           ${shownWorkers.map(
-            (/** @type {any} */ worker) => html`<${WorkerCard}
-              key=${worker.id}
-              worker=${worker}
-              runs=${runs}
-              now=${now}
-            />`,
+            (worker) => html`<${WorkerCard} key=${worker.id} worker=${worker} runs=${runs} now=${now} />`,
           )}
         </div>`;
       }}
@@ -57,15 +54,19 @@ export default function Workers() {
   `;
 }
 
-/** @param {any[]} workers @param {number} pending */
+/** @param {api.Worker[]} workers @param {number} pending */
 export function summarize(workers, pending) {
   const online = workers.filter((worker) => worker.state === 'online');
   const devices = online.flatMap((worker) => worker.devices);
   const busy = devices.filter((device) => device.run_id).length;
-  return `${format.counted(online.length, 'worker')} online · ${busy} of ${format.counted(devices.length, 'device')} busy · ${format.counted(pending, 'run')} pending`;
+  return [
+    `${format.counted(online.length, 'worker')} online`,
+    `${busy} of ${format.counted(devices.length, 'device')} busy`,
+    `${format.counted(pending, 'run')} pending`,
+  ].join(' · ');
 }
 
-/** @param {{ worker: any, runs: Map<string, any>, now: number }} props */
+/** @param {{ worker: api.Worker, runs: Map<string | null, api.RunRow>, now: number }} props */
 const WorkerCard = ({ worker, runs, now }) => html`<section
   class="box"
   aria-label=${`Worker ${worker.host}, ${format.shortId(worker.id)}`}
@@ -73,17 +74,13 @@ const WorkerCard = ({ worker, runs, now }) => html`<section
   <header>
     <h2 class="clip">${worker.host}</h2>
     <span class=${worker.state === 'online' ? 'tag' : 'tag warn'}>${worker.state}</span>
-    ${worker.labels.map((/** @type {string} */ label) => html`<span class="tag">${label}</span>`)}
+    ${worker.labels.map((label) => html`<span class="tag">${label}</span>`)}
     <span class="grow"></span>
     <span class="sub nowrap">${worker.version} · heartbeat ${format.ago(worker.heartbeat_at, now)}</span>
   </header>
   <ul class="list">
     ${worker.devices.map(
-      (/** @type {any} */ device) => html`<${DeviceRow}
-        key=${device.index}
-        device=${device}
-        run=${runs.get(device.run_id)}
-      />`,
+      (device) => html`<${DeviceRow} key=${device.index} device=${device} run=${runs.get(device.run_id)} />`,
     )}
   </ul>
   ${worker.launch_mode === 'cold' && worker.launch_reason && html`<p class="sub warning">
@@ -91,7 +88,7 @@ const WorkerCard = ({ worker, runs, now }) => html`<section
   </p>`}
 </section>`;
 
-/** @param {{ device: any, run: any }} props */
+/** @param {{ device: api.WorkerDevice, run: api.RunRow | undefined }} props */
 function DeviceRow({ device, run }) {
   const telemetry = device.telemetry;
   const usedMb = telemetry?.memory_mb;

@@ -7,6 +7,8 @@ import { ErrorText } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 
+/** @import * as api from '../api_types.js' */
+
 const TITLES = {
   checkpoint: 'Save a checkpoint now',
   evaluate: 'Evaluate now',
@@ -105,7 +107,7 @@ export function ActionDialog({ store, action: name, onClose }) {
   <//>`;
 }
 
-/** @param {string} name @param {any} run @returns {Record<string, any>} */
+/** @param {string} name @param {api.Run} run @returns {Record<string, any>} */
 function initialValues(name, run) {
   if (name === 'sample') return { prompts: '', max_new_tokens: 64, temperature: 1 };
   if (name === 'set_learning_rate') return { learning_rate: String((run.config.learning_rate ?? 0) / 2) };
@@ -144,7 +146,7 @@ function describeCost(name, store) {
   if (name === 'evaluate')
     return 'Training pauses after the current step until the whole evaluation data was evaluated.';
   if (name === 'sample')
-    return 'Training pauses after the current step while the model writes. The random state of training does not change.';
+    return 'Training pauses after the current step while the model writes. Its random state does not change.';
   if (name === 'set_learning_rate')
     return 'It takes effect at the next step. The change is recorded, and a resumed run keeps it.';
   return 'The learning-rate schedule is stretched to the new length from the next step on.';

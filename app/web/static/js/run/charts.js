@@ -273,12 +273,12 @@ function collectMarks(store) {
   );
   return [
     ...attempts.map((attempt) => ({
-      at: attempt.start_step,
+      at: /** @type {number} */ (attempt.start_step),
       text: `attempt ${attempt.attempt}`,
       kind: /** @type {'attempt'} */ ('attempt'),
     })),
     ...actions.map((action) => ({
-      at: action.step,
+      at: /** @type {number} */ (action.step),
       text: action.action === 'extend' ? 'extended' : 'learning rate changed',
       kind: /** @type {'action'} */ ('action'),
     })),

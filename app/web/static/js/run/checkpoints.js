@@ -13,6 +13,8 @@ import { hasScope } from '../session.js';
 import { ErrorDialog } from './head.js';
 import { ResumeDialog } from './resume.js';
 
+/** @import * as api from '../api_types.js' */
+
 const KIND_LABELS = { periodic: 'periodic', stop: 'at a stop', best: 'best evaluation', final: 'last step' };
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 
@@ -20,8 +22,8 @@ const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 export function Checkpoints({ store }) {
   const run = store.run.value;
   const action = useAction();
-  const [resumed, setResumed] = useState(/** @type {any} */ (null));
-  const [exported, setExported] = useState(/** @type {any} */ (null));
+  const [resumed, setResumed] = useState(/** @type {api.Checkpoint | null} */ (null));
+  const [exported, setExported] = useState(/** @type {api.Checkpoint | null} */ (null));
   const checkpoints = store.checkpoints.value;
   if (!checkpoints) return html`<${Loading} what="checkpoints" />`;
   if (checkpoints.length === 0) {
@@ -33,7 +35,7 @@ export function Checkpoints({ store }) {
   }
   const isOver = !LIVE.has(run.status);
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
-  const togglePin = (/** @type {any} */ checkpoint) =>
+  const togglePin = (/** @type {api.Checkpoint} */ checkpoint) =>
     action.run(async () => {
       await sendRequest('PATCH', `/v1/runs/${run.id}/checkpoints/${checkpoint.id}`, {
         body: { pinned: !checkpoint.pinned },
@@ -60,10 +62,9 @@ export function Checkpoints({ store }) {
           ${checkpoints.map(
             (checkpoint) => html`<tr key=${checkpoint.id}>
               <td class="num name nowrap">
-                ${format.integer(checkpoint.step)} ${checkpoint.is_best && html`<span class="tag best">best</span>`} ${checkpoint.bad_reason && html`<span
-                  class="tag warn"
-                  title=${checkpoint.bad_reason}
-                >
+                ${format.integer(checkpoint.step)} ${checkpoint.is_best && html`<span class="tag best">
+                  best
+                </span>`} ${checkpoint.bad_reason && html`<span class="tag warn" title=${checkpoint.bad_reason}>
                   corrupt
                 </span>`}
               </td>
@@ -129,7 +130,7 @@ export function Checkpoints({ store }) {
   `;
 }
 
-/** @param {{ run: any, checkpoint: any, onClose: () => void }} props */
+/** @param {{ run: api.Run, checkpoint: api.Checkpoint, onClose: () => void }} props */
 function ExportDialog({ run, checkpoint, onClose }) {
   const action = useAction();
   const isAdapter = run.config.method !== 'full' && (run.effective_config ?? run.config).lora_r != null;

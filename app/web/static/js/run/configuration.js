@@ -10,7 +10,13 @@ import { readFieldsOfConfig, isDefault, areEqual } from '../new_run_form.js';
 import { useResource } from '../resource.js';
 import { collectFacts, describePlans } from './facts.js';
 
-/** @typedef {{ field: string, used: unknown, parent: unknown, fallback: unknown, isDefault: boolean, reason: string }} Row */
+/** @import * as api from '../api_types.js' */
+
+/**
+ * @typedef {{
+ *   field: string, used: unknown, parent: unknown, fallback: unknown, isDefault: boolean, reason: string,
+ * }} Row
+ */
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Configuration({ store }) {
@@ -73,7 +79,7 @@ export function Configuration({ store }) {
   `;
 }
 
-/** @param {{ run: any }} props */
+/** @param {{ run: api.Run }} props */
 function Facts({ run }) {
   const facts = collectFacts(run);
   const plans = describePlans(run.facts?.step_plan);
@@ -125,7 +131,7 @@ function Facts({ run }) {
 }
 
 /**
- * @param {any} run @param {any} parent @param {Map<string, import('../new_run_form.js').FormField>} fields
+ * @param {api.Run} run @param {api.Run | undefined} parent @param {Map<string, import('../new_run_form.js').FormField>} fields
  * @param {{ field: string, reason: string }[]} replaced
  * @returns {Row[]}
  */

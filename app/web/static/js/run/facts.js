@@ -2,6 +2,8 @@
 
 import * as format from '../format.js';
 
+/** @import * as api from '../api_types.js' */
+
 const GIB = 2 ** 30;
 const KERNEL_PARTS = /** @type {const} */ ([
   ['norms', 'norms'],
@@ -12,7 +14,7 @@ const KERNEL_PARTS = /** @type {const} */ ([
 
 /**
  * Facts that explain memory and speed of a run, as pairs of name and value; empty before the trainer has reported any.
- * @param {any} run
+ * @param {api.Run} run
  * @returns {[string, string][]}
  */
 export function collectFacts(run) {
@@ -95,5 +97,6 @@ export function describePlans(plan) {
 
 /** @param {number} rows @param {number} microBatches */
 function describeStep(rows, microBatches) {
-  return `${format.counted(rows, 'row')} × ${format.integer(microBatches)} ${microBatches === 1 ? 'micro-batch' : 'micro-batches'}`;
+  const noun = microBatches === 1 ? 'micro-batch' : 'micro-batches';
+  return `${format.counted(rows, 'row')} × ${format.integer(microBatches)} ${noun}`;
 }

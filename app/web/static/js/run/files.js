@@ -7,6 +7,10 @@ import { Empty, Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { useResource } from '../resource.js';
 
+/** @import * as api from '../api_types.js' */
+
+/** @typedef {{ data: { path: string, bytes: number }[], left_out: number }} FilePage */
+
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Files({ store }) {
   const run = store.run.value;
@@ -15,7 +19,7 @@ export function Files({ store }) {
   return html`<div class="side">
     ${run.fine_tuned_model
       ? html`<${Loaded} resource=${files} what="files">
-          ${(/** @type {any} */ page) => html`<${Table}
+          ${(/** @type {FilePage} */ page) => html`<${Table}
             title="Output"
             path=${path}
             page=${page}
@@ -35,7 +39,7 @@ export function Files({ store }) {
   </div>`;
 }
 
-/** @param {{ runId: string, attempt: any }} props */
+/** @param {{ runId: string, attempt: api.Attempt }} props */
 function Records({ runId, attempt }) {
   const [isOpen, setOpen] = useState(false);
   const path = `/v1/runs/${runId}/attempts/${attempt.attempt}/artifacts`;
@@ -47,7 +51,7 @@ function Records({ runId, attempt }) {
       <span class="muted">${outcome}: metrics, memory profile, distributions, TensorBoard files</span>
     </summary>
     ${isOpen && html`<${Loaded} resource=${files} what="records">
-      ${(/** @type {any} */ page) =>
+      ${(/** @type {FilePage} */ page) =>
         page.data.length > 0
           ? html`<${Table} title=${`Files of attempt ${attempt.attempt}`} path=${path} page=${page} />`
           : html`<p class="state muted">The attempt wrote no records.</p>`}
@@ -55,10 +59,10 @@ function Records({ runId, attempt }) {
   </details>`;
 }
 
-/** @param {{ title: string, path: string, page: any, archive?: string }} props */
+/** @param {{ title: string, path: string, page: FilePage, archive?: string }} props */
 function Table({ title, path, page, archive }) {
   const fileAddress = (/** @type {string} */ name) => `${path}/${name.split('/').map(encodeURIComponent).join('/')}`;
-  const size = page.data.reduce((/** @type {number} */ sum, /** @type {any} */ file) => sum + file.bytes, 0);
+  const size = page.data.reduce((sum, file) => sum + file.bytes, 0);
   return html`<section class="box scroll" tabindex="0" role="region" aria-label=${title}>
     <header>
       <h2>${title}</h2>
@@ -72,7 +76,7 @@ function Table({ title, path, page, archive }) {
       </thead>
       <tbody>
         ${page.data.map(
-          (/** @type {any} */ file) => html`<tr key=${file.path}>
+          (file) => html`<tr key=${file.path}>
             <td class="mono"><a href=${fileAddress(file.path)} download>${file.path}</a></td>
             <td class="right num">${format.bytes(file.bytes)}</td>
           </tr>`,

@@ -13,6 +13,8 @@ import { ActionDialog } from './actions.js';
 import { describeResources } from './resources.js';
 import { ResumeDialog } from './resume.js';
 
+/** @import * as api from '../api_types.js' */
+
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
@@ -64,7 +66,7 @@ export function Head({ store }) {
 function StopOrResume({ store }) {
   const run = store.run.value;
   const action = useAction();
-  const [resumed, setResumed] = useState(/** @type {{ checkpoint: any } | null} */ (null));
+  const [resumed, setResumed] = useState(/** @type {{ checkpoint: api.Checkpoint | null } | null} */ (null));
   const checkpoints = (store.checkpoints.value ?? []).filter((checkpoint) => !checkpoint.bad_reason);
   const newest = checkpoints[0];
   const best = checkpoints.find((checkpoint) => checkpoint.is_best);
@@ -145,7 +147,11 @@ function StopOrResume({ store }) {
         <small>Trains all steps again, as a new run.</small>
       </button>
     <//>
-    ${resumed && html`<${ResumeDialog} run=${run} checkpoint=${resumed.checkpoint} onClose=${() => setResumed(null)} />`}
+    ${resumed && html`<${ResumeDialog}
+      run=${run}
+      checkpoint=${resumed.checkpoint}
+      onClose=${() => setResumed(null)}
+    />`}
     ${failure}
   `;
 }
@@ -223,7 +229,7 @@ export const ErrorDialog = ({ error, onClose }) => html`<${Dialog} title="The re
   <footer><button type="button" class="btn primary" onClick=${onClose}>Close</button></footer>
 <//>`;
 
-/** @param {{ run: any, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
+/** @param {{ run: api.Run, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
 function RenameDialog({ run, onSave, onClose }) {
   const [name, setName] = useState(run.name);
   const [tags, setTags] = useState(run.tags.join(', '));
@@ -269,7 +275,7 @@ function RenameDialog({ run, onSave, onClose }) {
   <//>`;
 }
 
-/** @param {{ run: any, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
+/** @param {{ run: api.Run, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
 function PriorityDialog({ run, onSave, onClose }) {
   const [priority, setPriority] = useState(String(run.priority));
   const save = async (/** @type {Event} */ event) => {
@@ -300,7 +306,7 @@ function PriorityDialog({ run, onSave, onClose }) {
   <//>`;
 }
 
-/** @param {{ run: any, onClose: () => void }} props */
+/** @param {{ run: api.Run, onClose: () => void }} props */
 function DeleteDialog({ run, onClose }) {
   const action = useAction();
   const deleteRun = () =>

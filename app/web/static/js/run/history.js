@@ -6,6 +6,8 @@ import { ErrorText, Loading, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 
+/** @import * as api from '../api_types.js' */
+
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function History({ store }) {
   const attempts = store.attempts.value;
@@ -98,7 +100,7 @@ export function History({ store }) {
   </div>`;
 }
 
-/** @param {any} event @returns {string} Empty for events that are shown elsewhere. */
+/** @param {api.RunEvent} event @returns {string} Empty for events that are shown elsewhere. */
 export function describeEvent(event) {
   switch (event.type) {
     case 'status':

@@ -233,7 +233,8 @@ export function Log({ store, height }) {
 }
 
 /**
- * Wait for a read of the log, whether it succeeds or not: what is shown stays, and the next scroll or click reads again.
+ * Wait for a read of the log, whether it succeeds or not: what is shown stays, and the next scroll or click reads
+ * again.
  * @param {Promise<void>} read
  */
 const ignoreReadError = (read) =>

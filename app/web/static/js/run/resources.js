@@ -2,11 +2,13 @@
 
 import * as format from '../format.js';
 
+/** @import * as api from '../api_types.js' */
+
 const NOUNS = { cuda: 'GPU', cpu: 'CPU device' };
 
 /**
  * Devices of a run, and what else it asks of them.
- * @param {any} run
+ * @param {api.Run} run
  * @returns {{ devices: string, conditions: string[] }}
  */
 export function describeResources({ resources: requested, requirements: required }) {
@@ -22,6 +24,6 @@ export function describeResources({ resources: requested, requirements: required
   ];
   return {
     devices: `${format.counted(requested.devices, noun)}${name}${hosts}`,
-    conditions: conditions.filter(Boolean),
+    conditions: conditions.filter((condition) => typeof condition === 'string'),
   };
 }

@@ -8,6 +8,8 @@ import * as format from '../format.js';
 import { useAction } from '../resource.js';
 import { navigate } from '../router.js';
 
+/** @import * as api from '../api_types.js' */
+
 /** @type {Record<string, string>} Labels of the fields, by their names in the request. */
 const LABELS = {
   'config.max_steps': 'Steps in all',
@@ -16,7 +18,10 @@ const LABELS = {
   'resources.devices': 'Devices',
 };
 
-/** @param {{ run: any, checkpoint: any | null, onClose: () => void }} props `checkpoint`: null to train from the first step. */
+/**
+ * @param {{ run: api.Run, checkpoint: api.Checkpoint | null, onClose: () => void }} props `checkpoint`: null to train
+ *   from the first step.
+ */
 export function ResumeDialog({ run, checkpoint, onClose }) {
   const action = useAction();
   const [present] = useState(() => readPresentValues(run));
@@ -79,7 +84,7 @@ export function ResumeDialog({ run, checkpoint, onClose }) {
 
 /**
  * Texts of the fields as they are now. An action may have made the run longer than its configuration says.
- * @param {any} run @returns {Record<string, string>}
+ * @param {api.Run} run @returns {Record<string, string>}
  */
 function readPresentValues({ config, total_steps: total, resources }) {
   return {

@@ -4,6 +4,8 @@ import { html } from '../../vendor/preact.js';
 import { Empty } from '../components/states.js';
 import * as format from '../format.js';
 
+/** @import * as api from '../api_types.js' */
+
 /** Newest samples of a prompt that are shown. */
 const MOST_OF_PROMPT = 20;
 
@@ -47,9 +49,9 @@ export function Samples({ store }) {
   </div>`;
 }
 
-/** @param {any[]} samples In order. @returns {{ prompt: string, samples: any[] }[]} Newest prompt first. */
+/** @param {api.SampleEvent[]} samples In order. @returns {{ prompt: string, samples: api.SampleEvent[] }[]} Newest prompt first. */
 export function groupByPrompt(samples) {
-  /** @type {Map<string, any[]>} */
+  /** @type {Map<string, api.SampleEvent[]>} */
   const groups = new Map();
   for (const sample of samples) {
     const group = groups.get(sample.prompt) ?? [];

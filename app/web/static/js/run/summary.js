@@ -9,6 +9,8 @@ import { isRewarded } from '../methods.js';
 import { useNow } from '../resource.js';
 import { separateMarks, buildTimeline } from './timeline.js';
 
+/** @import * as api from '../api_types.js' */
+
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 
 /** @param {{ label: string, value: any, unit?: string, note?: string | false | null, children?: any }} props */
@@ -26,7 +28,8 @@ export function Summary({ store }) {
   void store.curvesVersion.value; // draw again with new points
   const series = (/** @type {string} */ name) => store.series.get(name);
   const latest = (/** @type {string} */ name) => findLastValue(series(name)?.values ?? []);
-  const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
+  const [evalName, pickEval] = isRewarded(run.config.method) ? ['eval_reward', Math.max] : ['eval_loss', Math.min];
+  const latestEval = latest(`eval.${evalName}`);
   const facts = describeTokens(run);
   const tokens = latest('extra.tokens_per_second');
   const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
@@ -37,7 +40,7 @@ export function Summary({ store }) {
         value=${format.integer(run.current_step)}
         unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}
       >
-        ${run.total_steps > 0 && html`<${Bar}
+        ${run.total_steps != null && run.total_steps > 0 && html`<${Bar}
           value=${run.current_step / run.total_steps}
           status=${run.status}
           label="Progress"
@@ -58,8 +61,7 @@ export function Summary({ store }) {
       <${Tile}
         label=${isRewarded(run.config.method) ? 'Eval reward' : 'Eval loss'}
         value=${format.loss(latest(`eval.${evalName}`))}
-        note=${run.best_eval != null &&
-        `best ${format.loss(pickBest(evalName === 'eval_loss' ? Math.min : Math.max, run.best_eval, latest(`eval.${evalName}`)))}`}
+        note=${run.best_eval != null && `best ${format.loss(pickBest(pickEval, run.best_eval, latestEval))}`}
       />
       <${Tile}
         label="Throughput"
@@ -90,7 +92,7 @@ export function Summary({ store }) {
  */
 const pickBest = (pick, recorded, newest) => (newest == null ? recorded : pick(recorded, newest));
 
-/** @param {any} run */
+/** @param {api.Run} run */
 function describeTokens(run) {
   const trained = run.measured?.tokens;
   return trained ? `${format.integer(trained)} tokens` : null;
@@ -133,7 +135,7 @@ function TimeTile({ store, now }) {
   />`;
 }
 
-/** @param {any} progress */
+/** @param {api.ProgressEvent} progress */
 function describePhase(progress) {
   const part = progress.total ? ` ${format.percent(progress.done ?? 0, progress.total)}` : '';
   return `${progress.phase}${part}${progress.message ? `: ${progress.message}` : ''}`;

@@ -2,6 +2,8 @@
 
 import * as format from '../format.js';
 
+/** @import * as api from '../api_types.js' */
+
 /** @typedef {{ kind: string, from: number, to: number, label: string, about: string }} Segment */
 /** @typedef {{ kind: 'checkpoint' | 'best' | 'lost' | 'action', at: number, about: string }} Mark */
 
@@ -11,8 +13,8 @@ const LOST_OUTCOMES = new Set(['lost', 'retried']);
 const WEIGHT = { best: 0, lost: 1, action: 2, checkpoint: 3 };
 
 /**
- * Marks that do not lie over each other: of those that are closer than a part of the line, the weightiest is shown, with
- * what the others are about.
+ * Marks that do not lie over each other: of those that are closer than a part of the line, the weightiest is shown,
+ * with what the others are about.
  * @param {Mark[]} marks @param {number} distance Least distance between two marks, in milliseconds.
  * @returns {Mark[]}
  */
@@ -30,9 +32,9 @@ export function separateMarks(marks, distance) {
 }
 
 /**
- * @param {any} run
- * @param {any[]} attempts Oldest first, with `attempt`, `started_at`, `ended_at`, `outcome`, `worker`.
- * @param {{ checkpoints: any[], actions: any[] }} events
+ * @param {api.Run} run
+ * @param {api.Attempt[]} attempts Oldest first.
+ * @param {{ checkpoints: api.Checkpoint[], actions: api.Action[] }} events
  * @param {number} now Milliseconds since 1970.
  * @returns {{ from: number, to: number, isPredicted: boolean, segments: Segment[], marks: Mark[] }}
  */
@@ -59,7 +61,8 @@ export function buildTimeline(run, attempts, { checkpoints, actions }, now) {
         about: `waited ${format.duration((start - last) / 1000)}`,
       });
     const place = attempt.worker ? ` on ${attempt.worker}` : '';
-    const description = `attempt ${attempt.attempt}${place}: ${format.duration((end - start) / 1000)}${attempt.outcome ? `, ${attempt.outcome.replaceAll('_', ' ')}` : ''}`;
+    const outcome = attempt.outcome ? `, ${attempt.outcome.replaceAll('_', ' ')}` : '';
+    const description = `attempt ${attempt.attempt}${place}: ${format.duration((end - start) / 1000)}${outcome}`;
     segments.push({
       kind: 'running',
       from: start,
@@ -67,7 +70,7 @@ export function buildTimeline(run, attempts, { checkpoints, actions }, now) {
       label: attempts.length > 1 ? `Attempt ${attempt.attempt}` : (attempt.worker ?? ''),
       about: description,
     });
-    if (LOST_OUTCOMES.has(attempt.outcome))
+    if (LOST_OUTCOMES.has(attempt.outcome ?? ''))
       marks.push({ kind: 'lost', at: end, about: `attempt ${attempt.attempt} was lost` });
     last = end;
   });

@@ -12,6 +12,8 @@ const MOST_COMPARED = 20;
 /** Runs that one request may change. */
 const MOST_CHANGED = 100;
 
+/** @typedef {{ id: string, outcome: string, detail: string | null }} RunOutcome */
+
 /** @type {[string, string, string][]} Modes of a stop: name, title, explanation. */
 const MODES = [
   ['checkpoint', 'Save a checkpoint and stop', 'They can be resumed from there.'],
@@ -71,12 +73,16 @@ const WORDS = {
   delete: { title: 'Delete', verb: 'Delete', done: 'deleted' },
 };
 
-/** @param {{ what: 'stop' | 'tag' | 'delete', ids: string[], onClose: () => void, onChanged: () => void, onDeleted: () => void }} props */
+/**
+ * @param {{
+ *   what: 'stop' | 'tag' | 'delete', ids: string[], onClose: () => void, onChanged: () => void, onDeleted: () => void,
+ * }} props
+ */
 function ChangeDialog({ what, ids, onClose, onChanged, onDeleted }) {
   const [mode, setMode] = useState('checkpoint');
   const [addedTags, setAddedTags] = useState('');
   const [removedTags, setRemovedTags] = useState('');
-  const [result, setResult] = useState(/** @type {any[] | null} */ (null));
+  const [result, setResult] = useState(/** @type {RunOutcome[] | null} */ (null));
   const action = useAction();
   const words = WORDS[what];
   const changeRuns = (/** @type {Event} */ event) => {
@@ -155,7 +161,7 @@ const splitTags = (text) =>
 
 /**
  * What became of each run. One that is already as requested, such as one that ended before the stop, is no failure.
- * @param {{ runs: { id: string, outcome: string, detail: string | null }[], done: string }} props
+ * @param {{ runs: RunOutcome[], done: string }} props
  */
 function ChangeResult({ runs, done }) {
   const countOutcome = (/** @type {string} */ outcome) => runs.filter((run) => run.outcome === outcome).length;

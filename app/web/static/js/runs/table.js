@@ -8,6 +8,8 @@ import { describeGroup, isRewarded } from '../methods.js';
 import { useNow } from '../resource.js';
 import { setQuery } from '../router.js';
 
+/** @import * as api from '../api_types.js' */
+
 /**
  * @typedef {object} Column
  * @property {string} title
@@ -15,7 +17,7 @@ import { setQuery } from '../router.js';
  * @property {'asc' | 'desc'} [first] Direction of the first click; none for an order with one direction.
  * @property {string} [kind] Classes of its cells.
  * @property {boolean} [isOptional] True for a column that is hidden unless it is chosen.
- * @property {(run: any, context: { now: number, experiments: Map<string, string> }) => any} cell
+ * @property {(run: api.RunRow, context: { now: number, experiments: Map<string, string> }) => any} cell
  */
 
 /** @type {Record<string, Column>} Columns after that of the name, in order. */
@@ -149,7 +151,8 @@ export const Columns = () => html`<${Menu} button=${html`Columns<${Icon} name="d
 
 /**
  * @param {{
- *   runs: any[], picked: string[], onPick: (ids: string[]) => void, sort: string, order: string | null, experiments: Map<string, string>,
+ *   runs: api.RunRow[], picked: string[], onPick: (ids: string[]) => void, sort: string, order: string | null,
+ *   experiments: Map<string, string>,
  * }} props
  */
 export function Table({ runs, picked, onPick, sort, order, experiments }) {
@@ -218,7 +221,12 @@ export function Table({ runs, picked, onPick, sort, order, experiments }) {
   </section>`;
 }
 
-/** @param {{ column: { title: string, sort?: string, first?: 'asc' | 'desc', kind?: string }, sort: string, order: string | null }} props */
+/**
+ * @param {{
+ *   column: { title: string, sort?: string, first?: 'asc' | 'desc', kind?: string }, sort: string,
+ *   order: string | null,
+ * }} props
+ */
 function Header({ column, sort, order }) {
   const { title, sort: sortKey, first, kind = '' } = column;
   const place = kind.includes('right') ? 'right' : undefined;
@@ -243,7 +251,7 @@ function Header({ column, sort, order }) {
   </th>`;
 }
 
-/** @param {{ run: any }} props */
+/** @param {{ run: api.RunRow }} props */
 const ProgressCell = ({ run }) => {
   const step = run.step ?? 0;
   if (!run.total_steps) return html`<span class="sub num">${step ? `step ${format.integer(step)}` : '–'}</span>`;
@@ -260,7 +268,7 @@ const ProgressCell = ({ run }) => {
   `;
 };
 
-/** @param {{ run: any, now: number }} props */
+/** @param {{ run: api.RunRow, now: number }} props */
 const TimeCell = ({ run, now }) => {
   if (run.status === 'failed') return html`<span class="error-text">${formatCode(run.reason ?? 'failed')}</span>`;
   if (run.status === 'pending') {
