@@ -1,5 +1,5 @@
-// What the dashboard reads of the API's responses and events, as types: no module loads this one. docs/reference/http.md
-// and docs/reference/events.md describe every field. Times are texts of RFC 3339, sizes bytes unless the name says MiB.
+// What the dashboard reads of the API's responses and events, as types: no module loads this one. Every field is
+// described in docs/reference/http.md and docs/reference/events.md. Times are texts of RFC 3339.
 
 /**
  * @typedef {'pending' | 'initializing' | 'running' | 'checkpointing' | 'completed' | 'failed' | 'cancelled'} RunStatus
@@ -32,6 +32,8 @@
  * @property {number} expert_parallel
  */
 
+/** @typedef {{ start_at: string | null, finish_at: string | null, confidence: string, basis: string }} Prediction */
+
 /**
  * Run, as `GET /v1/runs/{id}` returns it.
  * @typedef {object} Run
@@ -61,7 +63,7 @@
  * @property {number | null} best_loss
  * @property {number | null} best_eval
  * @property {{ code: string, message: string } | null} pending_reason Why it cannot start now.
- * @property {{ start_at: string | null, finish_at: string | null, confidence: string, basis: string } | null} prediction
+ * @property {Prediction | null} prediction
  * @property {string | null} end_reason
  * @property {string | null} error_code
  * @property {string | null} error_message
@@ -181,7 +183,11 @@
  *   type: 'sample', step: number, prompt: string, completion: string, rewards?: Record<string, number | null> | null,
  * }} SampleEvent
  */
-/** @typedef {EventFields & { type: 'status', from: RunStatus | null, to: RunStatus, reason: string | null }} StatusEvent */
+/**
+ * @typedef {EventFields & {
+ *   type: 'status', from: RunStatus | null, to: RunStatus, reason: string | null,
+ * }} StatusEvent
+ */
 /** @typedef {EventFields & { type: 'pending', code: string, message: string }} PendingEvent */
 /**
  * @typedef {EventFields & {

@@ -51,6 +51,7 @@ const METRICS = /** @type {const} */ ([
 
 /** @import * as api from './api_types.js' */
 /** @typedef {api.RunEvent} RunEvent */
+/** @typedef {(range: { before?: number, after?: number }) => Promise<api.Page<api.LogEvent>>} ReadLines */
 
 /**
  * Progress of a part of the page through the events; while it is read, its events wait.
@@ -293,7 +294,7 @@ export class RunStore {
   /**
    * Change the window of the log, one change after the other. Lines that arrive meanwhile wait, since they may be among
    * those that are read, or follow them.
-   * @param {(read: (range: { before?: number, after?: number }) => Promise<api.Page<api.LogEvent>>) => Promise<void>} change
+   * @param {(read: ReadLines) => Promise<void>} change
    */
   readLines(change) {
     const part = this.parts.log;

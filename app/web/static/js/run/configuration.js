@@ -131,7 +131,8 @@ function Facts({ run }) {
 }
 
 /**
- * @param {api.Run} run @param {api.Run | undefined} parent @param {Map<string, import('../new_run_form.js').FormField>} fields
+ * @param {api.Run} run @param {api.Run | undefined} parent
+ * @param {Map<string, import('../new_run_form.js').FormField>} fields
  * @param {{ field: string, reason: string }[]} replaced
  * @returns {Row[]}
  */

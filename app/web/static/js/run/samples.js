@@ -49,7 +49,10 @@ export function Samples({ store }) {
   </div>`;
 }
 
-/** @param {api.SampleEvent[]} samples In order. @returns {{ prompt: string, samples: api.SampleEvent[] }[]} Newest prompt first. */
+/**
+ * @param {api.SampleEvent[]} samples In order.
+ * @returns {{ prompt: string, samples: api.SampleEvent[] }[]} Newest prompt first.
+ */
 export function groupByPrompt(samples) {
   /** @type {Map<string, api.SampleEvent[]>} */
   const groups = new Map();
