@@ -178,6 +178,23 @@ class TestDatasets:
             expect(upload.get_by_role("listitem").filter(has_text=line)).to_have_count(1)
         assert shared_api.client.get("/v1/datasets", params={"search": "wrong"}).json()["data"] == []
 
+    def test_an_import_whose_dialog_was_closed_lists_its_dataset_and_leads_nowhere(
+        self, page: Page, dataset: str
+    ) -> None:
+        imports: list[Route] = []
+        page.route("**/v1/datasets", imports.append)
+        page.goto("/datasets")
+        page.get_by_role("button", name="Import from the hub").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Dataset").fill("owner/name")
+        with page.expect_request("**/v1/datasets"):
+            dialog.get_by_role("button", name="Import", exact=True).click()
+        dialog.get_by_role("button", name="Cancel").click()
+        expect(dialog).to_have_count(0)
+        with page.expect_response("**/v1/datasets?*"):  # the list is read again
+            imports[0].fulfill(status=201, json={"id": dataset})
+        assert page.url.endswith("/datasets")
+
 
 class TestNewRun:
     @pytest.mark.full
@@ -290,6 +307,7 @@ class TestNewRun:
         wrong = page.locator("#error-resources\\.devices")
         expect(wrong).to_have_text("must be a number from 1 to 1,024, or all")
         expect(wrong.locator("code")).to_have_text("all")
+        expect(page.locator("#field-devices")).to_have_accessible_description(re.compile("must be a number from 1"))
         page.locator("#field-devices").fill("")
         page.locator("#field-labels").fill("not a label")
         page.get_by_text("Placement and restarts").click()

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 from sqlalchemy import Engine
 
 from app.contracts.schemas.runs.common import FACTS
@@ -31,9 +31,17 @@ SERVICE_IS_AWAY = [
 """Console messages about requests that the end of the service interrupts, and about later ones."""
 
 
+def _refuse_changes(route: Route) -> None:
+    """Answer a change as the service does while its database is away; pass reads on."""
+    if route.request.method == "PATCH":
+        route.fulfill(status=503, json={"code": "unavailable", "detail": "The database is away."})
+    else:
+        route.fallback()
+
+
 class TestRun:
-    def test_run_that_cannot_start_shows_the_full_reason(
-        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    def test_run_that_cannot_start_shows_the_full_reason_and_takes_another_priority(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         run_id = make_run(shared_api.client, dataset)["id"]
         why = "No online worker that could take the run has the labels `site-b`. Start one with them."
@@ -45,8 +53,21 @@ class TestRun:
         expect(page.locator(".timeline .ends")).to_contain_text("now")  # no end is predicted
         page.get_by_role("button", name="More actions").click()
         page.get_by_role("button", name="Change the priority …").click()
-        page.get_by_role("dialog").get_by_label("Priority").fill("7")
-        page.get_by_role("dialog").get_by_role("button", name="Save").click()
+        dialog = page.get_by_role("dialog")
+        field = dialog.get_by_label("Priority")
+        field.fill("7")
+        # The end of a selection outside the dialog closes nothing, and neither does a change that failed.
+        field.hover()
+        page.mouse.down()
+        page.mouse.move(5, 5)
+        page.mouse.up()
+        page.route("**/v1/runs/*", _refuse_changes)
+        tolerated.append("status of 503")
+        dialog.get_by_role("button", name="Save").click()
+        expect(dialog.get_by_role("alert")).to_have_text("The database is away.")
+        page.unroute_all()
+        expect(field).to_have_value("7")
+        dialog.get_by_role("button", name="Save").click()
         page.get_by_role("button", name="More actions").click()
         expect(page.get_by_text("It is 7.")).to_be_visible()
         assert shared_api.client.get(f"/v1/runs/{run_id}").json()["priority"] == 7

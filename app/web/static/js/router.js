@@ -1,6 +1,6 @@
 // Addresses: the page and its parameters, from the path, and the state of its view, from the query.
 
-import { computed, signal } from '../vendor/preact.js';
+import { computed, signal, useEffect, useRef } from '../vendor/preact.js';
 import { matchRoute } from './addresses.js';
 
 const address = signal(typeof location === 'undefined' ? '/' : location.pathname + location.search);
@@ -20,6 +20,19 @@ export function navigate(to, { replace = false } = {}) {
   if (to === address.value) return;
   history[replace ? 'replaceState' : 'pushState'](null, '', to);
   address.value = location.pathname + location.search;
+}
+
+/**
+ * Navigation for what follows a response: it does nothing once the component that uses it is no longer shown, since the
+ * person has closed it or is on another page by then.
+ * @returns {typeof navigate}
+ */
+export function useNavigation() {
+  const isShown = useRef(true);
+  useEffect(() => () => void (isShown.current = false), []);
+  return (to, how) => {
+    if (isShown.current) navigate(to, how);
+  };
 }
 
 /**

@@ -132,6 +132,8 @@ export function Menu({ button, children, kind = '', label }) {
  */
 export function Dialog({ title, onClose, children, wide }) {
   const box = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  // A text that is selected with the mouse may end outside: only a press outside closes the dialog.
+  const isPressedOutside = useRef(false);
   useEffect(() => {
     const element = box.current;
     element?.showModal();
@@ -142,7 +144,11 @@ export function Dialog({ title, onClose, children, wide }) {
     ref=${box}
     aria-label=${title}
     onCancel=${onClose}
-    onClick=${(/** @type {MouseEvent} */ event) => event.target === box.current && onClose()}
+    onPointerDown=${(/** @type {PointerEvent} */ event) => {
+      isPressedOutside.current = event.target === box.current;
+    }}
+    onClick=${(/** @type {MouseEvent} */ event) =>
+      event.target === box.current && isPressedOutside.current && onClose()}
   >
     <div class="inner">
       <header class="row">

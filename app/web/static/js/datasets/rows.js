@@ -35,7 +35,7 @@ export function Rows({ dataset }) {
       <button
         type="button"
         class="btn small"
-        disabled=${!page.data?.next}
+        disabled=${!page.isCurrent || !page.data?.next}
         onClick=${() => setPages([...pages, page.data.next])}
       >
         Next

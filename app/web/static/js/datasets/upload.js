@@ -6,7 +6,7 @@ import { Bar, Dialog } from '../components/controls.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
-import { navigate } from '../router.js';
+import { useNavigation } from '../router.js';
 
 /** @import * as api from '../api_types.js' */
 
@@ -148,8 +148,9 @@ function TransferBox({ transfer, onCancel, onClose }) {
   </section>`;
 }
 
-/** @param {{ onClose: () => void }} props */
-export function HubImport({ onClose }) {
+/** @param {{ onDone: () => void, onClose: () => void }} props `onDone`: called after an import, closed or not. */
+export function HubImport({ onDone, onClose }) {
+  const navigate = useNavigation();
   const action = useAction();
   const [values, setValues] = useState({ hub: '', split: 'train', subset: '' });
   const setValue = (/** @type {string} */ name) => (/** @type {any} */ event) =>
@@ -162,6 +163,7 @@ export function HubImport({ onClose }) {
         split: values.split.trim() || 'train',
         ...(values.subset.trim() ? { subset: values.subset.trim() } : {}),
       });
+      onDone();
       navigate(`/datasets/${dataset.id}`);
     });
   };

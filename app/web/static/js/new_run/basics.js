@@ -2,10 +2,9 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
-import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useResource, useSettled } from '../resource.js';
-import { Words } from './fields.js';
+import { describeError, showError, Words } from './fields.js';
 
 /** @import * as api from '../api_types.js' */
 
@@ -53,19 +52,17 @@ export function Basics({ values, config, errors, onValue, onModel }) {
       </option>`,
     ),
   ];
-  const showError = (/** @type {string} */ name) =>
-    errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
   return html`
     <div class="f w6">
       <label for="field-base_model" title="base_model">Base model</label>
       <input
         id="field-base_model"
+        ...${describeError(errors, 'config.base_model')}
         type="text"
         list="models"
         required
         placeholder="folder, owner/model or run_…"
         value=${config.base_model ?? ''}
-        aria-invalid=${errors.has('config.base_model') ? 'true' : undefined}
         onInput=${(/** @type {any} */ event) => onModel(event.target.value)}
       />
       <datalist id="models">
@@ -74,28 +71,35 @@ export function Basics({ values, config, errors, onValue, onModel }) {
           (/** @type {api.RunRow} */ run) => html`<option value=${run.id}>${`output of ${run.name}`}</option>`,
         )}
       </datalist>
-      ${showError('config.base_model') ||
+      ${showError(errors, 'config.base_model') ||
       html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}
     </div>
     <div class="f w6">
       <label for="field-name" title="name">Name</label>
       <input
         id="field-name"
+        ...${describeError(errors, 'name')}
         type="text"
         maxlength="200"
         placeholder="method and model"
         value=${values.name ?? ''}
         onInput=${setFromEvent('name')}
       />
-      ${showError('name')}
+      ${showError(errors, 'name')}
     </div>
     <div class="f w6">
       <label for="field-dataset_id" title="dataset_id">Dataset</label>
-      <select id="field-dataset_id" required value=${values.dataset_id ?? ''} onChange=${setFromEvent('dataset_id')}>
+      <select
+        id="field-dataset_id"
+        ...${describeError(errors, 'dataset_id')}
+        required
+        value=${values.dataset_id ?? ''}
+        onChange=${setFromEvent('dataset_id')}
+      >
         <option value="">Choose …</option>
         ${options}
       </select>
-      ${showError('dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
+      ${showError(errors, 'dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
       ${(datasets.data?.has_more || searchText) && html`<input
         type="search"
         class="small"
@@ -109,33 +113,40 @@ export function Basics({ values, config, errors, onValue, onModel }) {
       <label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label>
       <select
         id="field-eval_dataset_id"
+        ...${describeError(errors, 'eval_dataset_id')}
         value=${values.eval_dataset_id ?? ''}
         onChange=${setFromEvent('eval_dataset_id')}
       >
         <option value="">none</option>
         ${options}
       </select>
-      ${showError('eval_dataset_id')}
+      ${showError(errors, 'eval_dataset_id')}
     </div>
     <div class="f w6">
       <label for="field-experiment_id" title="experiment_id">Experiment</label>
-      <select id="field-experiment_id" value=${values.experiment_id ?? ''} onChange=${setFromEvent('experiment_id')}>
+      <select
+        id="field-experiment_id"
+        ...${describeError(errors, 'experiment_id')}
+        value=${values.experiment_id ?? ''}
+        onChange=${setFromEvent('experiment_id')}
+      >
         <option value="">default</option>
         ${(experiments.data?.data ?? [])
           .filter((/** @type {any} */ experiment) => experiment.id !== DEFAULT_EXPERIMENT)
           .map((/** @type {any} */ experiment) => html`<option value=${experiment.id}>${experiment.name}</option>`)}
       </select>
-      ${showError('experiment_id')}
+      ${showError(errors, 'experiment_id')}
     </div>
     <div class="f w6">
       <label for="field-tags" title="tags">Tags</label>
       <${Words}
         id="field-tags"
+        ...${describeError(errors, 'tags')}
         words=${values.tags ?? []}
         onWords=${(/** @type {string[]} */ tags) => onValue('tags', tags)}
       />
       <p class="hint">Separated by commas.</p>
-      ${showError('tags')}
+      ${showError(errors, 'tags')}
     </div>
   `;
 }

@@ -12,6 +12,22 @@ import { areEqual, formatValue, isDefault, NONE } from '../new_run_form.js';
 const WITH_OWN_CONTROL = new Set(['base_model', 'method']);
 
 /**
+ * Error of a field of the request, which `describeError` ties to its control.
+ * @param {Map<string, string>} errors By name of the field.
+ * @param {string} name
+ */
+export const showError = (errors, name) =>
+  errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
+
+/**
+ * Attributes of the control of a field of the request.
+ * @param {Map<string, string>} errors By name of the field.
+ * @param {string} name
+ */
+export const describeError = (errors, name) =>
+  errors.has(name) ? { 'aria-invalid': 'true', 'aria-describedby': `error-${name}` } : {};
+
+/**
  * A row of tiles, of which one is chosen.
  * @param {{
  *   label: string, hint: string, options: [string, string, string][], value: string,
@@ -34,9 +50,9 @@ export const Choices = ({ label, hint, options, value, onChange }) => html`<div 
 /**
  * Field of words that are separated by commas. Its text is its own, so that a check that arrives does not change what
  * is being typed.
- * @param {{ id: string, placeholder?: string, words: string[], onWords: (words: string[]) => void }} props
+ * @param {{ words: string[], onWords: (words: string[]) => void, [attribute: string]: unknown }} props
  */
-export function Words({ id, placeholder, words, onWords }) {
+export function Words({ words, onWords, ...attributes }) {
   const [text, setText] = useState(words.join(', '));
   const splitWords = (/** @type {string} */ list) =>
     list
@@ -50,7 +66,7 @@ export function Words({ id, placeholder, words, onWords }) {
     setText(event.target.value);
     onWords(splitWords(event.target.value));
   };
-  return html`<input id=${id} type="text" placeholder=${placeholder} value=${text} onInput=${onInput} />`;
+  return html`<input ...${attributes} type="text" value=${text} onInput=${onInput} />`;
 }
 
 /**

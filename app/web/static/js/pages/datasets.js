@@ -9,7 +9,7 @@ import { Rows } from '../datasets/rows.js';
 import { HubImport, Upload } from '../datasets/upload.js';
 import * as format from '../format.js';
 import { useAction, useNow, useResource, useSettled } from '../resource.js';
-import { navigate, query, setQuery } from '../router.js';
+import { query, setQuery, useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 
 /** @import * as api from '../api_types.js' */
@@ -48,7 +48,7 @@ function List() {
         </button>`}
       </div>
     </div>
-    ${isImporting && html`<${HubImport} onClose=${() => setImporting(false)} />`}
+    ${isImporting && html`<${HubImport} onDone=${list.reload} onClose=${() => setImporting(false)} />`}
     <div class="two">
       <div class="side">
         <div class="row filters">
@@ -215,6 +215,7 @@ function RunsOn({ id }) {
 
 /** @param {{ dataset: api.Dataset, onClose: () => void }} props */
 function DeleteDialog({ dataset, onClose }) {
+  const navigate = useNavigation();
   const action = useAction();
   const deleteDataset = () =>
     action.run(async () => {

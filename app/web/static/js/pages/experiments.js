@@ -8,7 +8,7 @@ import { Empty, ErrorText, Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { describeGroup, isRewarded } from '../methods.js';
 import { useAction, useNow, useResource } from '../resource.js';
-import { navigate, query, setQuery } from '../router.js';
+import { query, setQuery, useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 
 export const title = 'Experiments';
@@ -24,6 +24,7 @@ export default function Experiments({ id }) {
 }
 
 function List() {
+  const navigate = useNavigation();
   const after = query.value.get('after');
   const list = useResource(
     (signal) => get('/v1/experiments', { limit: PAGE_SIZE, after }, signal),
@@ -289,6 +290,7 @@ function EditDialog({ experiment, onClose, onSaved }) {
 
 /** @param {{ experiment: any, onClose: () => void }} props */
 function DeleteDialog({ experiment, onClose }) {
+  const navigate = useNavigation();
   const action = useAction();
   const count = Object.values(experiment.runs).reduce(
     (/** @type {number} */ sum, runs) => sum + /** @type {number} */ (runs),

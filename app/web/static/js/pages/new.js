@@ -20,7 +20,7 @@ import { Estimate } from '../new_run/estimate.js';
 import { Choices, Field, OtherFields } from '../new_run/fields.js';
 import { DEFAULT_RESTARTS, Placement } from '../new_run/placement.js';
 import { useAction, useResource, useSettled } from '../resource.js';
-import { navigate, query } from '../router.js';
+import { query, useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 
 /** @import * as api from '../api_types.js' */
@@ -140,6 +140,7 @@ function readStoredDraft(place) {
 
 /** @param {{ schema: any, start: Draft, place: string }} props */
 function Form({ schema, start, place }) {
+  const navigate = useNavigation();
   const groups = useMemo(() => readGroups(schema), [schema]);
   const [draft, setDraft] = useState(() => {
     const stored = readStoredDraft(place);

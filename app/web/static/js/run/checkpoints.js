@@ -8,7 +8,7 @@ import { Empty, ErrorText, Loading } from '../components/states.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { useAction } from '../resource.js';
-import { navigate } from '../router.js';
+import { useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 import { ErrorDialog } from './head.js';
 import { ResumeDialog } from './resume.js';
@@ -132,6 +132,7 @@ export function Checkpoints({ store }) {
 
 /** @param {{ run: api.Run, checkpoint: api.Checkpoint, onClose: () => void }} props */
 function ExportDialog({ run, checkpoint, onClose }) {
+  const navigate = useNavigation();
   const action = useAction();
   const isAdapter = run.config.method !== 'full' && (run.effective_config ?? run.config).lora_r != null;
   const [output, setOutput] = useState(run.config.output ?? 'adapter');

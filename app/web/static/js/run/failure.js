@@ -7,12 +7,13 @@ import { Icon } from '../components/icon.js';
 import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
-import { navigate } from '../router.js';
+import { useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 import { ErrorDialog } from './head.js';
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
 export function Failure({ store }) {
+  const navigate = useNavigation();
   const run = store.run.value;
   const postmortem = useResource((signal) => get(`/v1/runs/${run.id}/postmortem`, {}, signal), run.id);
   const action = useAction();

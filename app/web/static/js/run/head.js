@@ -7,7 +7,7 @@ import { Icon } from '../components/icon.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
-import { navigate } from '../router.js';
+import { useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 import { ActionDialog } from './actions.js';
 import { describeResources } from './resources.js';
@@ -161,13 +161,10 @@ function ActionsMenu({ store }) {
   const run = store.run.value;
   const action = useAction();
   const [openDialog, setOpenDialog] = useState(/** @type {string | null} */ (null));
-  const updateRun = (/** @type {object} */ changes) =>
-    action.run(async () => {
-      store.run.value = {
-        ...store.run.value,
-        ...(await sendRequest('PATCH', `/v1/runs/${run.id}`, { body: changes })),
-      };
-    });
+  const updateRun = async (/** @type {object} */ changes) => {
+    const updated = await sendRequest('PATCH', `/v1/runs/${run.id}`, { body: changes });
+    store.run.value = { ...store.run.value, ...updated };
+  };
   const isTraining = run.status === 'running' || run.status === 'checkpointing';
   const isLive = LIVE.has(run.status);
   return html`
@@ -187,7 +184,7 @@ function ActionsMenu({ store }) {
         Change the priority …
         <small>It is ${run.priority}.</small>
       </button>`}
-      <button type="button" onClick=${() => updateRun({ pinned: !run.pinned })}>
+      <button type="button" onClick=${() => action.run(() => updateRun({ pinned: !run.pinned }))}>
         ${run.pinned ? 'Unpin' : 'Pin'}
         <small>${run.pinned ? 'Allow it to be deleted.' : 'Protect it from deletion and retention.'}</small>
       </button>
@@ -233,16 +230,19 @@ export const ErrorDialog = ({ error, onClose }) => html`<${Dialog} title="The re
 function RenameDialog({ run, onSave, onClose }) {
   const [name, setName] = useState(run.name);
   const [tags, setTags] = useState(run.tags.join(', '));
-  const save = async (/** @type {Event} */ event) => {
+  const action = useAction();
+  const save = (/** @type {Event} */ event) => {
     event.preventDefault();
-    await onSave({
-      name: name.trim(),
-      tags: tags
-        .split(',')
-        .map((/** @type {string} */ tag) => tag.trim())
-        .filter(Boolean),
+    action.run(async () => {
+      await onSave({
+        name: name.trim(),
+        tags: tags
+          .split(',')
+          .map((/** @type {string} */ tag) => tag.trim())
+          .filter(Boolean),
+      });
+      onClose();
     });
-    onClose();
   };
   return html`<${Dialog} title="Rename the run" onClose=${onClose}>
     <form class="stackform" onSubmit=${save}>
@@ -267,9 +267,10 @@ function RenameDialog({ run, onSave, onClose }) {
         />
         <p class="hint">Separated by commas.</p>
       </div>
+      <${ErrorText} error=${action.error} />
       <footer>
         <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary">Save</button>
+        <button class="btn primary" disabled=${action.busy}>Save</button>
       </footer>
     </form>
   <//>`;
@@ -278,10 +279,13 @@ function RenameDialog({ run, onSave, onClose }) {
 /** @param {{ run: api.Run, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
 function PriorityDialog({ run, onSave, onClose }) {
   const [priority, setPriority] = useState(String(run.priority));
-  const save = async (/** @type {Event} */ event) => {
+  const action = useAction();
+  const save = (/** @type {Event} */ event) => {
     event.preventDefault();
-    await onSave({ priority: Number(priority) });
-    onClose();
+    action.run(async () => {
+      await onSave({ priority: Number(priority) });
+      onClose();
+    });
   };
   return html`<${Dialog} title="Change the priority" onClose=${onClose}>
     <form class="stackform" onSubmit=${save}>
@@ -298,9 +302,10 @@ function PriorityDialog({ run, onSave, onClose }) {
         />
         <p class="hint">Runs with higher priority start first.</p>
       </div>
+      <${ErrorText} error=${action.error} />
       <footer>
         <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary">Save</button>
+        <button class="btn primary" disabled=${action.busy}>Save</button>
       </footer>
     </form>
   <//>`;
@@ -308,6 +313,7 @@ function PriorityDialog({ run, onSave, onClose }) {
 
 /** @param {{ run: api.Run, onClose: () => void }} props */
 function DeleteDialog({ run, onClose }) {
+  const navigate = useNavigation();
   const action = useAction();
   const deleteRun = () =>
     action.run(async () => {

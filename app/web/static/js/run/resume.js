@@ -6,7 +6,7 @@ import { Dialog } from '../components/controls.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
-import { navigate } from '../router.js';
+import { useNavigation } from '../router.js';
 
 /** @import * as api from '../api_types.js' */
 
@@ -23,6 +23,7 @@ const LABELS = {
  *   from the first step.
  */
 export function ResumeDialog({ run, checkpoint, onClose }) {
+  const navigate = useNavigation();
   const action = useAction();
   const [present] = useState(() => readPresentValues(run));
   const [values, setValues] = useState(present);
