@@ -31,10 +31,14 @@ SERVICE_IS_AWAY = [
 """Console messages about requests that the end of the service interrupts, and about later ones."""
 
 
+def _refuse(route: Route) -> None:
+    """Answer as the service does while its database is away."""
+    route.fulfill(status=503, json={"code": "unavailable", "detail": "The database is away."})
+
+
 def _refuse_changes(route: Route) -> None:
-    """Answer a change as the service does while its database is away; pass reads on."""
     if route.request.method == "PATCH":
-        route.fulfill(status=503, json={"code": "unavailable", "detail": "The database is away."})
+        _refuse(route)
     else:
         route.fallback()
 
@@ -352,7 +356,7 @@ class TestLog:
         assert shown == list(range(shown[0], 4001)), "without a gap to the live lines"
 
     def test_log_filtered_by_level_or_wrapped_shows_every_matching_line(
-        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str, tolerated: list[str]
     ) -> None:
         trainer = start(shared_api, engine, dataset, name="log of levels")
         trainer.events("log", {"line": "an early error", "stream": "stderr", "level": "error"})
@@ -360,7 +364,15 @@ class TestLog:
         page.goto(f"/runs/{trainer.run_id}?tab=log")
         log = page.get_by_role("log", name="Lines of the log")
         expect(log.get_by_text("line 3000.", exact=True)).to_be_visible()
+        tolerated.append("status of 503")
+        page.route("**/logs/lines?*", _refuse)
         page.get_by_label("Level").select_option("error")
+        failure = page.get_by_role("region", name="Log").get_by_role("alert")
+        expect(failure).to_have_text("The database is away.")
+        page.unroute_all()
+        page.get_by_label("Level").select_option("warning")
+        page.get_by_label("Level").select_option("error")
+        expect(failure).to_have_count(0)
         expect(log.locator(".ln")).to_have_count(1)
         expect(log).to_contain_text("an early error")
         trainer.log("no error")

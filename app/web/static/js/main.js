@@ -26,6 +26,8 @@ const PAGES = {
 /** Set while the page is loaded again for a module that was not found. */
 const RELOADED_KEY = 'anneal.reloaded';
 
+const START_AGAIN_MS = 3000;
+
 const shownPage = signal(/** @type {{ key: string, view: any } | null} */ (null));
 
 /**
@@ -87,14 +89,19 @@ router.startRouter();
 setSignedOutHandler(askToSignIn);
 const root = /** @type {HTMLElement} */ (document.getElementById('app'));
 
+/** @type {ReturnType<typeof setTimeout> | undefined} */
+let startTimer;
+
 async function startApp() {
+  clearTimeout(startTimer);
   if (router.path.value !== '/login') {
     try {
       await readSession();
     } catch (error) {
       // The service is away: the page comes by itself when it is back.
       render(html`<main class="page" id="main"><${Failure} error=${error} onRetry=${startApp} /></main>`, root);
-      setTimeout(startApp, 3000);
+      clearTimeout(startTimer);
+      startTimer = setTimeout(startApp, START_AGAIN_MS);
       return;
     }
   }

@@ -1,12 +1,13 @@
 // Upload of files, one after the other, with progress; and import from the hub.
 
-import { html, useRef, useState } from '../../vendor/preact.js';
+import { effect, html, signal, useEffect, useRef, useState } from '../../vendor/preact.js';
 import { ApiError, post, uploadForm } from '../api.js';
 import { Bar, Dialog } from '../components/controls.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction } from '../resource.js';
 import { useNavigation } from '../router.js';
+import { session } from '../session.js';
 
 /** @import * as api from '../api_types.js' */
 
@@ -22,52 +23,72 @@ import { useNavigation } from '../router.js';
  * @property {AbortController} aborted
  */
 
-/** @param {{ onDone: () => void }} props */
+/** Uploads of the signed-in person. They go on while other pages are shown. */
+const transfers = signal(/** @type {Transfer[]} */ ([]));
+let lastNumber = 0;
+/** Ends with the last upload: they are sent one after the other. */
+let queue = Promise.resolve();
+
+effect(() => {
+  if (session.value !== null) return;
+  for (const { aborted } of transfers.peek()) aborted.abort();
+  transfers.value = [];
+});
+
+/** @param {number} number @param {Partial<Transfer>} values */
+function updateTransfer(number, values) {
+  transfers.value = transfers.value.map((transfer) =>
+    transfer.number === number ? { ...transfer, ...values } : transfer,
+  );
+}
+
+/** @param {Transfer} transfer */
+async function sendFile({ number, file, aborted }) {
+  if (aborted.signal.aborted) return;
+  updateTransfer(number, { state: 'sending', began: Date.now() });
+  const form = new FormData();
+  form.append('name', file.name);
+  form.append('file', file);
+  try {
+    const dataset = await uploadForm(
+      '/v1/datasets',
+      form,
+      (sent, total) => updateTransfer(number, { sent, state: sent < total ? 'sending' : 'checking' }),
+      aborted.signal,
+    );
+    updateTransfer(number, { state: 'done', dataset });
+  } catch (error) {
+    if (error instanceof ApiError) updateTransfer(number, { state: 'failed', error });
+    else updateTransfer(number, { state: 'cancelled' });
+  }
+}
+
+/** @param {FileList | null | undefined} files */
+function enqueueFiles(files) {
+  const added = [...(files ?? [])].map((file) => ({
+    number: (lastNumber += 1),
+    file,
+    state: /** @type {'waiting'} */ ('waiting'),
+    sent: 0,
+    began: 0,
+    error: null,
+    dataset: null,
+    aborted: new AbortController(),
+  }));
+  transfers.value = [...added, ...transfers.value];
+  for (const transfer of added) queue = queue.then(() => sendFile(transfer));
+}
+
+/** @param {{ onDone: () => void }} props `onDone`: called when a dataset was stored. */
 export function Upload({ onDone }) {
-  const [transfers, setTransfers] = useState(/** @type {Transfer[]} */ ([]));
   const [isOver, setOver] = useState(false);
   const input = useRef(/** @type {HTMLInputElement | null} */ (null));
-  const queue = useRef(Promise.resolve());
-  const count = useRef(0);
-  const updateTransfer = (/** @type {number} */ number, /** @type {Partial<Transfer>} */ values) =>
-    setTransfers((current) =>
-      current.map((transfer) => (transfer.number === number ? { ...transfer, ...values } : transfer)),
-    );
-
-  const sendFile = async (/** @type {Transfer} */ transfer) => {
-    if (transfer.aborted.signal.aborted) return;
-    updateTransfer(transfer.number, { state: 'sending', began: Date.now() });
-    const form = new FormData();
-    form.append('name', transfer.file.name);
-    form.append('file', transfer.file);
-    try {
-      const dataset = await uploadForm(
-        '/v1/datasets',
-        form,
-        (sent, total) => updateTransfer(transfer.number, { sent, state: sent < total ? 'sending' : 'checking' }),
-        transfer.aborted.signal,
-      );
-      updateTransfer(transfer.number, { state: 'done', dataset });
-      onDone();
-    } catch (error) {
-      if (error instanceof ApiError) updateTransfer(transfer.number, { state: 'failed', error });
-      else updateTransfer(transfer.number, { state: 'cancelled' });
-    }
-  };
-  const enqueueFiles = (/** @type {FileList | null | undefined} */ files) => {
-    const added = [...(files ?? [])].map((file) => ({
-      number: (count.current += 1),
-      file,
-      state: /** @type {'waiting'} */ ('waiting'),
-      sent: 0,
-      began: 0,
-      error: null,
-      dataset: null,
-      aborted: new AbortController(),
-    }));
-    setTransfers((listed) => [...added, ...listed]);
-    for (const transfer of added) queue.current = queue.current.then(() => sendFile(transfer));
-  };
+  const storedCount = transfers.value.filter((transfer) => transfer.state === 'done').length;
+  const listedCount = useRef(storedCount);
+  useEffect(() => {
+    if (storedCount > listedCount.current) onDone();
+    listedCount.current = storedCount;
+  }, [storedCount]);
   return html`
     <div
       class=${isOver ? 'drop over' : 'drop'}
@@ -97,7 +118,7 @@ export function Upload({ onDone }) {
       />
       <p class="sub">or drop them here: JSONL, JSON, CSV, TSV or Parquet, also with gzip</p>
     </div>
-    ${transfers.map(
+    ${transfers.value.map(
       (transfer) => html`<${TransferBox}
         key=${transfer.number}
         transfer=${transfer}
@@ -105,7 +126,9 @@ export function Upload({ onDone }) {
           transfer.aborted.abort();
           updateTransfer(transfer.number, { state: 'cancelled' });
         }}
-        onClose=${() => setTransfers((listed) => listed.filter((other) => other !== transfer))}
+        onClose=${() => {
+          transfers.value = transfers.value.filter((other) => other !== transfer);
+        }}
       />`,
     )}
   `;

@@ -6,7 +6,7 @@ import * as format from '../format.js';
 import { OBJECTIVES } from '../methods.js';
 import { areEqual, formatValue, isDefault, NONE } from '../new_run_form.js';
 
-/** @import { FormField } from '../new_run_form.js' */
+/** @import { FormField, readGroups } from '../new_run_form.js' */
 
 /** Fields with controls of their own. */
 const WITH_OWN_CONTROL = new Set(['base_model', 'method']);
@@ -135,7 +135,7 @@ const formatLabel = (name) => {
 
 /**
  * @param {{
- *   groups: ReturnType<typeof import('../new_run_form.js').readGroups>, main: string[], method: string, config: Record<string, unknown>,
+ *   groups: ReturnType<typeof readGroups>, main: string[], method: string, config: Record<string, unknown>,
  *   errors: Map<string, string>, control: (name: string) => any,
  * }} props
  */

@@ -3,7 +3,7 @@
 import { html, useEffect, useLayoutEffect, useRef, useState } from '../../vendor/preact.js';
 import { ApiError, get } from '../api.js';
 import { Icon } from '../components/icon.js';
-import { Prose } from '../components/states.js';
+import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { splitAtMatches, MOST_LINES, computeRowsInSight } from '../log_window.js';
 import { useResource, useSettled } from '../resource.js';
@@ -23,19 +23,32 @@ export function Log({ store, height }) {
   const search = useSettled(text, 300);
   const [hit, setHit] = useState(0);
   const [view, setView] = useState({ top: 0, height: 232 });
+  const [failure, setFailure] = useState(/** @type {ApiError | null} */ (null));
+  /**
+   * Wait for a read of the log, and show its failure: the lines stay, and the next scroll or click reads again.
+   * @param {Promise<void>} read
+   */
+  const showFailure = (read) =>
+    read.then(
+      () => setFailure(null),
+      (error) => {
+        if (error instanceof ApiError) setFailure(error);
+        else if (error.name !== 'AbortError') throw error;
+      },
+    );
   store.log.isHeld = !isFollowing;
   useEffect(() => {
-    const widen = () => store.log.setLimit(MOST_LINES, 0);
-    widen();
+    const releaseLimit = () => store.log.setLimit(MOST_LINES, 0);
+    releaseLimit();
     // Another view of the log may have left it in the middle, or with lines of one level.
-    if (!store.log.isAtEnd || store.logLevel.peek() !== '') ignoreReadError(store.readLog(''));
+    if (!store.log.isAtEnd || store.logLevel.peek() !== '') showFailure(store.readLog(''));
     return () => {
       store.log.isHeld = false;
-      widen();
+      releaseLimit();
     };
   }, [store]);
   const box = useRef(/** @type {HTMLElement | null} */ (null));
-  const reading = useRef(false);
+  const isReading = useRef(false);
   const matches = useResource(
     (signal) => get(`/v1/runs/${store.id}/logs/search`, { q: search, limit: 1000 }, signal),
     search ? `${store.id} ${search}` : null,
@@ -53,9 +66,9 @@ export function Log({ store, height }) {
   useEffect(() => {
     const element = box.current;
     if (!element) return undefined;
-    const sized = new ResizeObserver(() => setView({ top: element.scrollTop, height: element.clientHeight }));
-    sized.observe(element);
-    return () => sized.disconnect();
+    const observer = new ResizeObserver(() => setView({ top: element.scrollTop, height: element.clientHeight }));
+    observer.observe(element);
+    return () => observer.disconnect();
   }, []);
 
   /**
@@ -69,7 +82,7 @@ export function Log({ store, height }) {
     const topmost = /** @type {HTMLElement | undefined} */ (
       [...element.querySelectorAll('.ln')].find((row) => row.getBoundingClientRect().bottom > top)
     );
-    reading.current = true;
+    isReading.current = true;
     const offset = topmost ? topmost.getBoundingClientRect().top - top : 0;
     const seq = Number(topmost?.dataset.seq);
     await change();
@@ -79,7 +92,7 @@ export function Log({ store, height }) {
       if (willWrap)
         element.scrollTop += row ? row.getBoundingClientRect().top - element.getBoundingClientRect().top - offset : 0;
       else if (index >= 0) element.scrollTop = index * ROW_HEIGHT - offset;
-      reading.current = false;
+      isReading.current = false;
     });
   };
   const onScroll = () => {
@@ -88,32 +101,32 @@ export function Log({ store, height }) {
     setView({ top: element.scrollTop, height: element.clientHeight });
     const below = element.scrollHeight - element.scrollTop - element.clientHeight;
     setFollowing(store.log.isAtEnd && below < NEAR_END * ROW_HEIGHT);
-    if (reading.current) return;
-    if (below < 40 * ROW_HEIGHT && !store.log.isAtEnd) keepPlace(() => ignoreReadError(store.readNewerLines()));
+    if (isReading.current) return;
+    if (below < 40 * ROW_HEIGHT && !store.log.isAtEnd) keepPlace(() => showFailure(store.readNewerLines()));
     else if (element.scrollTop <= 40 * ROW_HEIGHT && store.log.hasOlder)
-      keepPlace(() => ignoreReadError(store.readOlderLines()));
+      keepPlace(() => showFailure(store.readOlderLines()));
   };
-  const wrap = (/** @type {boolean} */ isOn) => {
+  const setWrapping = (/** @type {boolean} */ isOn) => {
     const middle = isFollowing ? lines.length : Math.floor(view.top / ROW_HEIGHT);
     keepPlace(async () => {
       store.log.setLimit(isOn ? MOST_WRAPPED : MOST_LINES, middle);
       setWrapped(isOn);
     }, isOn);
   };
-  const chooseLevel = async (/** @type {string} */ wantedLevel) => {
-    await ignoreReadError(store.readLog(wantedLevel));
+  const chooseLevel = async (/** @type {string} */ nextLevel) => {
+    await showFailure(store.readLog(nextLevel));
     setFollowing(true);
   };
-  const toEnd = async () => {
-    if (!store.log.isAtEnd) await ignoreReadError(store.readLog());
+  const scrollToEnd = async () => {
+    if (!store.log.isAtEnd) await showFailure(store.readLog());
     setFollowing(true);
   };
-  const show = async (/** @type {number} */ index) => {
+  const showHit = async (/** @type {number} */ index) => {
     const seq = hits[index];
     if (seq === undefined) return;
     setHit(index);
     setFollowing(false);
-    await ignoreReadError(store.showLine(seq));
+    await showFailure(store.showLine(seq));
     requestAnimationFrame(() => {
       const element = box.current;
       const row = store.log.lines.findIndex((line) => line.seq === seq);
@@ -126,7 +139,7 @@ export function Log({ store, height }) {
     });
   };
   useEffect(() => {
-    if (hits.length > 0) show(hits.length - 1);
+    if (hits.length > 0) showHit(hits.length - 1);
   }, [matches.data]);
 
   return html`<section class="box log" aria-label="Log" style=${{ '--h': height }}>
@@ -145,7 +158,7 @@ export function Log({ store, height }) {
         value=${text}
         onInput=${(/** @type {any} */ event) => setText(event.target.value)}
         onKeyDown=${(/** @type {KeyboardEvent} */ event) =>
-          event.key === 'Enter' && show((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))}
+          event.key === 'Enter' && showHit((hit + (event.shiftKey ? 1 : hits.length - 1)) % Math.max(hits.length, 1))}
       />
       ${search && html`<span class="sub num" role="status">
         ${matches.error
@@ -182,7 +195,7 @@ export function Log({ store, height }) {
         <input
           type="checkbox"
           checked=${isWrapped}
-          onChange=${(/** @type {any} */ event) => wrap(event.target.checked)}
+          onChange=${(/** @type {any} */ event) => setWrapping(event.target.checked)}
         />
         Wrap
       </label>
@@ -190,7 +203,7 @@ export function Log({ store, height }) {
         <input
           type="checkbox"
           checked=${isFollowing}
-          onChange=${(/** @type {any} */ event) => (event.target.checked ? toEnd() : setFollowing(false))}
+          onChange=${(/** @type {any} */ event) => (event.target.checked ? scrollToEnd() : setFollowing(false))}
         />
         Follow
       </label>
@@ -211,6 +224,7 @@ export function Log({ store, height }) {
         Complete log
       </a>
     </header>
+    <${ErrorText} error=${failure} />
     <div
       class=${isWrapped ? 'lines wraps' : 'lines'}
       ref=${box}
@@ -231,16 +245,6 @@ export function Log({ store, height }) {
     </div>
   </section>`;
 }
-
-/**
- * Wait for a read of the log, whether it succeeds or not: what is shown stays, and the next scroll or click reads
- * again.
- * @param {Promise<void>} read
- */
-const ignoreReadError = (read) =>
-  read.catch((error) => {
-    if (!(error instanceof ApiError) && error.name !== 'AbortError') throw error;
-  });
 
 /** @param {{ line: import('../log_window.js').Line, wanted: string, isHit: boolean }} props */
 const Row = ({ line, wanted: search, isHit }) => html`<div
