@@ -181,6 +181,20 @@ class TestDatasets:
         expect(upload).to_contain_text("rejected, nothing was stored")
         assert shared_api.client.get("/v1/datasets", params={"search": "wrong"}).json()["data"] == []
 
+    def test_a_page_of_rows_is_turned_once_while_the_next_one_is_read(self, page: Page, shared_api: ApiServer) -> None:
+        rows = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(1, 13))
+        uploaded = shared_api.client.post("/v1/datasets", files={"file": ("pages.jsonl", rows)})
+        reads: list[Route] = []
+        page.route(re.compile(r"/rows\?after="), lambda route: reads.append(route))
+        page.goto(f"/datasets/{uploaded.json()['id']}")
+        expect(page.get_by_text("1 to 10 of 12")).to_be_visible()
+        following = page.get_by_role("button", name="Next")
+        with page.expect_request(re.compile(r"/rows\?after=")):
+            following.click()
+        expect(following).to_be_disabled()
+        reads[0].continue_()
+        expect(page.get_by_text("11 to 12 of 12")).to_be_visible()
+
     def test_an_import_whose_dialog_was_closed_lists_its_dataset_and_leads_nowhere(
         self, page: Page, dataset: str
     ) -> None:
