@@ -181,7 +181,7 @@ class TestDatasets:
         expect(upload).to_contain_text("rejected, nothing was stored")
         assert shared_api.client.get("/v1/datasets", params={"search": "wrong"}).json()["data"] == []
 
-    def test_a_page_of_rows_is_turned_once_while_the_next_one_is_read(self, page: Page, shared_api: ApiServer) -> None:
+    def test_next_page_of_rows_is_requested_once_while_it_is_read(self, page: Page, shared_api: ApiServer) -> None:
         rows = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(1, 13))
         uploaded = shared_api.client.post("/v1/datasets", files={"file": ("pages.jsonl", rows)})
         reads: list[Route] = []
@@ -195,7 +195,7 @@ class TestDatasets:
         reads[0].continue_()
         expect(page.get_by_text("11 to 12 of 12")).to_be_visible()
 
-    def test_an_import_whose_dialog_was_closed_lists_its_dataset_and_leads_nowhere(
+    def test_import_whose_dialog_was_closed_lists_its_dataset_without_navigation(
         self, page: Page, dataset: str
     ) -> None:
         imports: list[Route] = []
@@ -428,7 +428,7 @@ _COUNT_WAITS = """() => {
 
 
 class TestStart:
-    def test_without_the_service_waits_once_however_often_it_is_tried_by_hand(
+    def test_retries_by_hand_without_the_service_keep_one_pending_retry(
         self, page: Page, tolerated: list[str]
     ) -> None:
         tolerated.append("net::ERR_FAILED")
