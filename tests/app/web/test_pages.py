@@ -442,8 +442,7 @@ class TestStart:
                 button.click()
         assert page.evaluate("window.waits.size") <= 1
         page.unroute_all()
-        button.click()
-        expect(page.get_by_role("heading", name="Runs")).to_be_visible()
+        expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()
 
 
 class TestEveryPage:
