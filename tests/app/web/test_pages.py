@@ -428,9 +428,7 @@ _COUNT_WAITS = """() => {
 
 
 class TestStart:
-    def test_retries_by_hand_without_the_service_keep_one_pending_retry(
-        self, page: Page, tolerated: list[str]
-    ) -> None:
+    def test_retries_by_hand_without_the_service_keep_one_pending_retry(self, page: Page, tolerated: list[str]) -> None:
         tolerated.append("net::ERR_FAILED")
         page.route("**/v1/session", lambda route: route.abort())
         page.goto("/")
