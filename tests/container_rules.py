@@ -86,8 +86,8 @@ class Files:
             return [self._substituted(value) for value in node]
         return _VARIABLE.sub(self._value, node) if isinstance(node, str) else node
 
-    def _value(self, found: re.Match[str]) -> str:
-        name, kind, rest = found.groups()
+    def _value(self, match: re.Match[str]) -> str:
+        name, kind, rest = match.groups()
         return self.variables.get(name) or (rest if kind == ":-" else f"some{name.lower()}")
 
     def stage_of(self, service: str) -> Stage | None:
@@ -112,8 +112,8 @@ class Files:
 
     def mounts(self, service: str) -> dict[str, str]:
         """Return the volume mounted at each path; "" for a tmpfs."""
-        found = {mount.split(":")[1]: mount.split(":")[0] for mount in self.services[service].get("volumes", [])}
-        return found | {mount.split(":")[0]: "" for mount in self.services[service].get("tmpfs", [])}
+        mounts = {mount.split(":")[1]: mount.split(":")[0] for mount in self.services[service].get("volumes", [])}
+        return mounts | {mount.split(":")[0]: "" for mount in self.services[service].get("tmpfs", [])}
 
 
 def _read_yaml(text: str) -> Any:
@@ -275,9 +275,9 @@ def _images(files: Files) -> Iterator[str]:
     for image in images:
         if not _PINNED.fullmatch(image):
             yield f"{image} is not pinned to a version"
-    for name, wanted in (("postgres", "postgres:18"), ("redis", "redis:8")):
-        if not files.services[name]["image"].startswith(wanted):
-            yield f"{name} is not {wanted}"
+    for name, expected in (("postgres", "postgres:18"), ("redis", "redis:8")):
+        if not files.services[name]["image"].startswith(expected):
+            yield f"{name} is not {expected}"
 
 
 def _volumes(files: Files) -> Iterator[str]:
@@ -290,12 +290,12 @@ def _volumes(files: Files) -> Iterator[str]:
     for name in files.built:
         mounts, environment = files.mounts(name), files.environment(name)
         stage = files.stage_of(name)
-        made = " ".join(argument for kind, argument in stage.instructions if kind == "RUN") if stage else ""
+        commands = " ".join(argument for kind, argument in stage.instructions if kind == "RUN") if stage else ""
         if environment.get("ANNEAL_HOME") not in mounts:
             yield f"{name} cannot write to ANNEAL_HOME"
         for path, volume in mounts.items():
             # A new volume inherits the owner of the image folder at its mount point.
-            if volume and not re.search(rf"install -d -o anneal\b[^&]*\s{re.escape(path)}\b", made):
+            if volume and not re.search(rf"install -d -o anneal\b[^&]*\s{re.escape(path)}\b", commands):
                 yield f"{name}: {path} belongs to root"
     for setting, volume in (("ANNEAL_STORAGE", "storage"), ("ANNEAL_MODELS_ROOT", "models")):
         for name in ("api", "worker"):
@@ -320,10 +320,10 @@ def _health(files: Files) -> Iterator[str]:
         if stage and stage.health_check and stage.health_check[0] != "python":
             yield f"{name}: its health check uses {stage.health_check[0]}, which is not in the image"
     api = files.stage_of("api")
-    asked = re.search(
+    match = re.search(
         r"HTTPConnection\('127\.0\.0\.1', (\d+).*?'GET', '([^']+)'", " ".join(api.health_check if api else [])
     )
-    if asked is None or not is_public_call("GET", asked[2]) or {asked[1]} != (api.exposed if api else set()):
+    if match is None or not is_public_call("GET", match[2]) or {match[1]} != (api.exposed if api else set()):
         yield "the health check of the API does not request its public path on its port"
     worker = files.stage_of("worker")
     if worker and worker.environment.get("ANNEAL_HOME", "?") not in " ".join(worker.health_check):
@@ -333,9 +333,9 @@ def _health(files: Files) -> Iterator[str]:
 def _timings(files: Files) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the seconds of each health check, in compose and in the images."""
     for name, service in files.services.items():
-        given = [(key, str(value)) for key, value in service.get("healthcheck", {}).items()]
-        if given:
-            yield name, {key: int(value[:-1]) for key, value in given if re.fullmatch(r"\d+s", value)}
+        timings = [(key, str(value)) for key, value in service.get("healthcheck", {}).items()]
+        if timings:
+            yield name, {key: int(value[:-1]) for key, value in timings if re.fullmatch(r"\d+s", value)}
     for stage in files.stages.values():
         if check := stage.last("HEALTHCHECK"):
             yield stage.name, {key: int(value) for key, value in re.findall(r"--([\w-]+)=(\d+)s\b", check)}
@@ -348,17 +348,17 @@ def _graces(files: Files) -> Iterator[str]:
         "api": REQUEST_GRACE_SECONDS + _API_MORE_SECONDS,
     }
     for name, seconds in least.items():
-        found = re.fullmatch(r"(\d+)s", str(files.services[name].get("stop_grace_period", "10s")))
-        if found is None or int(found[1]) < seconds:
+        match = re.fullmatch(r"(\d+)s", str(files.services[name].get("stop_grace_period", "10s")))
+        if match is None or int(match[1]) < seconds:
             yield f"{name} is killed before the {seconds:g} s that it may take to end"
 
 
 def _order(files: Files) -> Iterator[str]:
     for name, service in files.services.items():
-        for other, wanted in service.get("depends_on", {}).items():
+        for other, condition in service.get("depends_on", {}).items():
             if other not in files.services:
                 yield f"{name} waits for {other}, which is not a service"
-            elif wanted["condition"] == "service_healthy" and "healthcheck" not in files.services[other]:
+            elif condition["condition"] == "service_healthy" and "healthcheck" not in files.services[other]:
                 yield f"{name} waits for the health of {other}, which has no check"
     for name in ("api", "worker"):
         waits = {other: it["condition"] for other, it in files.services[name].get("depends_on", {}).items()}
@@ -412,21 +412,21 @@ def _isolated(files: Files) -> Iterator[str]:
 def _trainer_user(files: Files) -> Iterator[str]:
     document = _read_yaml(files.texts["docker-compose.trainer.yml"])
     worker, stage = document["services"]["worker"], files.stage_of("worker")
-    user, made = worker["environment"].get("ANNEAL_TRAINER_USER"), ""
+    user, commands = worker["environment"].get("ANNEAL_TRAINER_USER"), ""
     if stage:
-        made = " ".join(argument for kind, argument in stage.instructions if kind == "RUN")
-    if not re.search(rf"useradd --uid (?!10001\b)\d+ [^&]*\b{user}\b", made):
+        commands = " ".join(argument for kind, argument in stage.instructions if kind == "RUN")
+    if not re.search(rf"useradd --uid (?!10001\b)\d+ [^&]*\b{user}\b", commands):
         yield f"the image has no user {user} to train as"
     for volume in worker["volumes"]:
-        if not re.search(rf"install -d -o {user} -g {user} -m 0700 {volume.partition(':')[2]}\b", made):
+        if not re.search(rf"install -d -o {user} -g {user} -m 0700 {volume.partition(':')[2]}\b", commands):
             yield f"{volume} does not belong to {user} alone"
     if not worker["environment"].get("HF_HOME", "").startswith(tuple(it.partition(":")[2] for it in worker["volumes"])):
         yield f"{user} cannot write downloads"
     for path in ("/storage", "/models"):
-        if not re.search(rf"-m 07[0-7][1357] {path}\b", made):
+        if not re.search(rf"-m 07[0-7][1357] {path}\b", commands):
             yield f"{user} cannot enter {path}"
     for path in ("/keys", "/var/lib/anneal"):
-        if not re.search(rf"-m 0700 [^&]*{path}\b", made):
+        if not re.search(rf"-m 0700 [^&]*{path}\b", commands):
             yield f"{user} can enter {path}"
     for name, service in document["services"].items():
         if set(service.get("cap_add", [])) != _TRAINER_CAPABILITIES.get(name, set()):
@@ -484,14 +484,14 @@ def _worker_of_several(files: Files) -> Iterator[str]:
     document = files.document("docker-compose.worker.yml")
     if set(document["services"]) != {"worker"}:
         yield "the file of a worker starts something else"
-    ours, one = dict(document["services"]["worker"]), dict(files.services["worker"])
+    ours, single = dict(document["services"]["worker"]), dict(files.services["worker"])
     if ours.pop("network_mode", None) != "host":
         yield "a worker of several machines cannot train with others: it has not the network of its machine"
-    environment, of_one = ours.pop("environment"), one.pop("environment")
-    mounts, of_one_mounts = ours.pop("volumes"), one.pop("volumes")
+    environment, of_one = ours.pop("environment"), single.pop("environment")
+    mounts, of_one_mounts = ours.pop("volumes"), single.pop("volumes")
     for key in ("networks", "depends_on"):
-        one.pop(key)
-    if different := sorted(key for key in ours.keys() | one.keys() if ours.get(key) != one.get(key)):
+        single.pop(key)
+    if different := sorted(key for key in ours.keys() | single.keys() if ours.get(key) != single.get(key)):
         yield f"a worker of several machines has another {', '.join(different)} than that of one"
     certificates = [mount for mount in mounts if mount not in of_one_mounts]
     if len(mounts) != len(of_one_mounts) + 1 or not certificates[0].endswith(":/certificates:ro"):
@@ -504,9 +504,9 @@ def _worker_of_several(files: Files) -> Iterator[str]:
     if not added <= environment.keys():
         yield "a worker of several machines cannot name its ANNEAL_GROUP_INTERFACE"
     database, redis = urlsplit(environment["ANNEAL_DATABASE_URL"]), urlsplit(environment["ANNEAL_REDIS_URL"])
-    wanted = {"require_auth": "scram-sha-256", "sslmode": "verify-full", "sslrootcert": _CERTIFICATES}
-    if dict(parse_qsl(database.query)) != wanted or not database.password:
+    expected = {"require_auth": "scram-sha-256", "sslmode": "verify-full", "sslrootcert": _CERTIFICATES}
+    if dict(parse_qsl(database.query)) != expected or not database.password:
         yield "a worker of several machines does not verify PostgreSQL"
-    wanted = {"ssl_cert_reqs": "required", "ssl_ca_certs": _CERTIFICATES}
-    if redis.scheme != "rediss" or dict(parse_qsl(redis.query)) != wanted or not redis.password:
+    expected = {"ssl_cert_reqs": "required", "ssl_ca_certs": _CERTIFICATES}
+    if redis.scheme != "rediss" or dict(parse_qsl(redis.query)) != expected or not redis.password:
         yield "a worker of several machines does not verify Redis"

@@ -18,8 +18,8 @@ class Stage:
 
     def last(self, instruction: str) -> str | None:
         """Return the argument of the last such instruction, which is the effective one."""
-        found = [argument for name, argument in self.instructions if name == instruction]
-        return found[-1] if found else None
+        arguments = [argument for name, argument in self.instructions if name == instruction]
+        return arguments[-1] if arguments else None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,13 +46,13 @@ class Stage:
     @property
     def copies(self) -> list[tuple[str | None, list[str]]]:
         """Source stage (None for the build context) and source paths of each `COPY`."""
-        found = []
+        copies = []
         for name, argument in self.instructions:
             if name == "COPY":
                 words = argument.split()
                 origin = next((word.removeprefix("--from=") for word in words if word.startswith("--from=")), None)
-                found.append((origin, [word for word in words if not word.startswith("--")][:-1]))
-        return found
+                copies.append((origin, [word for word in words if not word.startswith("--")][:-1]))
+        return copies
 
 
 def read(text: str) -> list[Stage]:
@@ -62,9 +62,9 @@ def read(text: str) -> list[Stage]:
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         name, _, argument = line.strip().partition(" ")
         if name == "FROM":
-            found = _FROM.fullmatch(argument.strip())
-            assert found, line
-            stages.append(Stage(found["name"] or str(len(stages)), found["image"]))
+            match = _FROM.fullmatch(argument.strip())
+            assert match, line
+            stages.append(Stage(match["name"] or str(len(stages)), match["image"]))
         else:
             stages[-1].instructions.append((name, argument.strip()))
     return stages

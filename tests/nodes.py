@@ -50,15 +50,15 @@ def _parts(node_id: str) -> tuple[Path, tuple[str, ...]]:
 def _tests(path: Path) -> dict[tuple[str, ...], bool]:
     """Map the names of the tests in a file to True if the test is parametrized."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = {}
+    tests = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, functions):
-            found[(node.name,)] = _has_parameters(node)
+            tests[(node.name,)] = _has_parameters(node)
         elif isinstance(node, ast.ClassDef):
-            for one in node.body:
-                if isinstance(one, functions):
-                    found[(node.name, one.name)] = _has_parameters(one) or _has_parameters(node)
-    return {names: several for names, several in found.items() if names[-1].startswith("test")}
+            for child in node.body:
+                if isinstance(child, functions):
+                    tests[(node.name, child.name)] = _has_parameters(child) or _has_parameters(node)
+    return {names: several for names, several in tests.items() if names[-1].startswith("test")}
 
 
 def _has_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:

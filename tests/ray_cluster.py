@@ -59,8 +59,8 @@ class RayNode:
         every = self.processes()
         self.process.send_signal(signal.SIGTERM)
         _quietly(lambda: self.process.wait(20))
-        for one in every:
-            _quietly(one.kill)
+        for process in every:
+            _quietly(process.kill)
         _quietly(self.process.kill)
         self.process.wait(20)
 

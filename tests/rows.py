@@ -156,5 +156,5 @@ def parents(connection: Connection) -> tuple[str, str]:
 def waiting_for_locks(engine: Engine) -> int:
     """Return the number of statements that wait for a lock of another transaction."""
     with engine.connect() as connection:
-        found = connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"))
-    return int(found or 0)
+        count = connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND pid <> pg_backend_pid()"))
+    return int(count or 0)

@@ -140,8 +140,8 @@ def test_a_spoiled_copy_is_found_out(file: str, right: str, wrong: str, reported
     texts = dict(Files.ours().texts)
     assert right in texts[file], "the file has changed: spoil another place of it"
     texts[file] = texts[file].replace(right, wrong)
-    found = problems(Files(texts))
-    assert any(reported in problem for problem in found), found
+    actual = problems(Files(texts))
+    assert any(reported in problem for problem in actual), actual
 
 
 def _ask(command: list[str]) -> int:

@@ -59,14 +59,14 @@ def findings(text: str) -> list[str]:
 
 
 def test_sources_have_no_retired_words() -> None:
-    found = [
+    retired = [
         f"{path.relative_to(ROOT)}: {one!r}"
         for path in SOURCES
         if findings(_BETWEEN.sub(" ", path.read_text()))  # tokenizing takes long
         for text in prose(path)
         for one in findings(text)
     ]
-    assert not found, "\n".join(found)
+    assert not retired, "\n".join(retired)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

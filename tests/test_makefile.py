@@ -27,14 +27,14 @@ def commands(target: str, folder: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in done.stdout.replace("\\\n", " ").splitlines()]
 
 
-def installed(found: list[list[str]]) -> Iterator[str]:
+def installed(command_lines: list[list[str]]) -> Iterator[str]:
     """Yield what `pip install` installs in these commands: the requirements, of the project the names of its extras."""
-    for words in found:
+    for words in command_lines:
         if "pip" in words and "install" in words:
-            given = words[words.index("install") + 1 :]
-            options = [word for word in given if word.startswith("-")]
+            arguments = words[words.index("install") + 1 :]
+            options = [word for word in arguments if word.startswith("-")]
             assert "-r" not in options, "a list of requirements is not looked into here"
-            for word in given:
+            for word in arguments:
                 if word.startswith((".", "anneal")):
                     yield from Requirement(f"anneal{word.removeprefix('.')}").extras
                 elif word not in options and word != "constraints.txt":
@@ -43,17 +43,17 @@ def installed(found: list[list[str]]) -> Iterator[str]:
 
 def packages(extra: str) -> set[str]:
     """Return the names of the packages that an extra requires, with those of the extras that it builds on."""
-    wanted = [Requirement(text) for text in PROJECT["optional-dependencies"][extra]]
-    own = {one.name for one in wanted if one.name != "anneal"}
-    return own.union(*(packages(other) for one in wanted if one.name == "anneal" for other in one.extras))
+    requirements = [Requirement(text) for text in PROJECT["optional-dependencies"][extra]]
+    own = {one.name for one in requirements if one.name != "anneal"}
+    return own.union(*(packages(other) for one in requirements if one.name == "anneal" for other in one.extras))
 
 
 @pytest.mark.parametrize(("target", "runs"), [("up", ["anneal", "up"]), ("demo", ["anneal", "demo"])])
 def test_running_the_service_installs_neither_test_tools_nor_node(target: str, runs: list[str], tmp_path: Path) -> None:
-    found = commands(target, tmp_path)
-    assert set(installed(found)) == {"worker"}
-    assert [words for words in found if "npm" in " ".join(words)] == []
-    *_, last = found
+    command_lines = commands(target, tmp_path)
+    assert set(installed(command_lines)) == {"worker"}
+    assert [words for words in command_lines if "npm" in " ".join(words)] == []
+    *_, last = command_lines
     assert [Path(word).name for word in last if word != "exec"] == runs
     server = {Requirement(text).name for text in PROJECT["dependencies"]}
     test_tools = packages("dev") - server

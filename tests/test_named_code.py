@@ -40,25 +40,25 @@ def tree(path: Path) -> ast.Module:
 @cache
 def imports(path: Path) -> dict[str, str]:
     """Return the names that a module imports anywhere, each with what it stands for."""
-    found = {}
+    imported = {}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found |= {one.asname or one.name: one.name for one in node.names}
+            imported |= {one.asname or one.name: one.name for one in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
-    return found
+            imported |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    return imported
 
 
 def names(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     """Return the classes, functions and variables that the body of a module or class defines."""
-    found: dict[str, ast.stmt] = {}
+    defined: dict[str, ast.stmt] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found[node.name] = node
+            defined[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
-    return found
+            defined |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return defined
 
 
 @cache
@@ -76,14 +76,14 @@ def strings() -> set[str]:
 @cache
 def reached(path: Path) -> set[Path]:
     """Return the modules of this project that a module imports, directly or through others, and itself."""
-    found, left = {path}, [path]
+    seen, left = {path}, [path]
     while left:
         for name in imports(left.pop()).values():
             for module in (name, name.rpartition(".")[0]):
-                if module in MODULES and MODULES[module] not in found:
-                    found.add(MODULES[module])
+                if module in MODULES and MODULES[module] not in seen:
+                    seen.add(MODULES[module])
                     left.append(MODULES[module])
-    return found
+    return seen
 
 
 def resolves(dotted: str) -> bool:
@@ -148,33 +148,33 @@ def is_known(path: Path, name: str) -> bool:
 
 def is_exception(path: Path, name: str) -> bool:
     """Return True for a class of a module that this one reaches, if a base of it is an exception by name or in turn."""
-    found = (names(tree(module).body).get(name) for module in reached(path))
-    bases = {ast.unparse(base) for node in found if isinstance(node, ast.ClassDef) for base in node.bases}
+    definitions = (names(tree(module).body).get(name) for module in reached(path))
+    bases = {ast.unparse(base) for node in definitions if isinstance(node, ast.ClassDef) for base in node.bases}
     return any(base.endswith(("Error", "Exception")) or is_exception(path, base.split(".")[-1]) for base in bases)
 
 
 def test_files_that_docstrings_name_exist() -> None:
-    found = [
+    missing = [
         (module, name) for module, path in MODULES.items() for text in texts(path) for name in missing_files(path, text)
     ]
-    assert found == []
+    assert missing == []
 
 
 def test_dotted_names_in_docstrings_resolve() -> None:
-    found = [
+    unresolved = [
         (module, name) for module, path in MODULES.items() for text in texts(path) for name in unresolved_names(text)
     ]
-    assert found == []
+    assert unresolved == []
 
 
 def test_exceptions_in_docstrings_exist_and_are_reachable() -> None:
     listed = [(path, text) for path in SOURCES for text in texts(path) if "Raises:" in text]
     assert len(listed) > 50
     assert [text for _, text in listed if not list(exceptions(text))] == []
-    found = [
+    missing = [
         (module_name(path), name) for path in SOURCES for text in texts(path) for name in unknown_exceptions(path, text)
     ]
-    assert found == []
+    assert missing == []
 
 
 MACHINE = ROOT / "app/runs/state/machine.py"

@@ -40,8 +40,8 @@ def test_every_dependency_that_is_declared_is_pinned_within_its_bounds() -> None
         PROJECT["optional-dependencies"]["docs"],
     ]
     for text in [text for group in groups for text in group]:
-        wanted = Requirement(text)
-        assert wanted.specifier.contains(_version(wanted.name), prereleases=True), text
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(_version(requirement.name), prereleases=True), text
 
 
 def test_every_pin_names_one_version_and_no_address() -> None:

@@ -11,8 +11,8 @@ def test_plans_by_counted_passes_fit_with_no_more_operations_than_by_the_estimat
     simulated = SimulatedModel(described)
     ratios = []
     for gigabytes in (6, 7, 9, 12):
-        found = compare(Cell("Qwen3-4B", 4096, gigabytes), simulated, described)
-        assert found.planned.fits and (found.planned.needed_bytes or 0) <= found.cell.usable
-        assert found.estimated.recomputed > 0, "the device is too large to show anything"
-        ratios.append(found.planned_operations / found.estimated_operations)
+        comparison = compare(Cell("Qwen3-4B", 4096, gigabytes), simulated, described)
+        assert comparison.planned.fits and (comparison.planned.needed_bytes or 0) <= comparison.cell.usable
+        assert comparison.estimated.recomputed > 0, "the device is too large to show anything"
+        ratios.append(comparison.planned_operations / comparison.estimated_operations)
     assert max(ratios) < 0.95

@@ -22,11 +22,11 @@ _GLOBAL = {"--ca-file", "--help", "--install-completion", "--version"}
 def commands(text: str) -> list[str]:
     """Return the arguments of each command, with alternatives such as `create|list` expanded."""
     lines = [line for block in _BLOCK.findall(text) for line in block.splitlines()]
-    found = [line.split("anneal ", 1)[1] for line in lines if re.match(r"(.*\bexec \w+ )?anneal ", line)]
-    found += _INLINE.findall(_BLOCK.sub("", text))
+    documented = [line.split("anneal ", 1)[1] for line in lines if re.match(r"(.*\bexec \w+ )?anneal ", line)]
+    documented += _INLINE.findall(_BLOCK.sub("", text))
     return [
         " ".join(words)
-        for command in found
+        for command in documented
         for words in itertools.product(*(_alternatives(word) for word in command.split(" ")))
     ]
 
@@ -60,8 +60,8 @@ def problem(command: str) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
-    found = [(command, problem(command)) for command in commands(page.read_text())]
-    assert [(command, unknown) for command, unknown in found if unknown] == []
+    problems = [(command, problem(command)) for command in commands(page.read_text())]
+    assert [(command, unknown) for command, unknown in problems if unknown] == []
 
 
 def test_unknown_commands_are_found() -> None:

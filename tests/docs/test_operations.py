@@ -26,14 +26,14 @@ _OF_HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
 def exported(shared_api: ApiServer) -> dict[str, set[str]]:
     """Series names of every exported metric, by metric name."""
     text = shared_api.client.get("/metrics").text
-    found: dict[str, set[str]] = {}
+    labels_by_metric: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         name = family.name + ("_total" if family.type == "counter" else "")
-        found[name] = (
+        labels_by_metric[name] = (
             {f"{name}_{part}" for part in ("bucket", "sum", "count")} if family.type == "histogram" else {name}
         )
-    assert len(found) > 20
-    return found
+    assert len(labels_by_metric) > 20
+    return labels_by_metric
 
 
 def _expressions(dashboard: str) -> list[str]:
@@ -54,13 +54,13 @@ def unknown(expressions: list[str], exported: dict[str, set[str]]) -> set[str]:
 
 def unreadable(expressions: list[str]) -> list[str]:
     """Return the expressions that are not valid PromQL."""
-    found = []
-    for one in expressions:
+    unknown = []
+    for expression in expressions:
         try:
-            promql_parser.parse(one.replace("$__rate_interval", "5m"))
+            promql_parser.parse(expression.replace("$__rate_interval", "5m"))
         except ValueError as error:
-            found.append(f"{one}: {error}")
-    return found
+            unknown.append(f"{expression}: {error}")
+    return unknown
 
 
 def documented(document: str) -> set[str]:

@@ -17,8 +17,8 @@ PROMISES = {
 
 def part(number: int, name: str) -> str:
     """Return one paragraph of a promise: `Kept by` or `Mutants`."""
-    found = re.search(rf"^{name}: (.*?)(?:\n\n|\Z)", PROMISES[number], flags=re.MULTILINE | re.DOTALL)
-    return found.group(1) if found else ""
+    match = re.search(rf"^{name}: (.*?)(?:\n\n|\Z)", PROMISES[number], flags=re.MULTILINE | re.DOTALL)
+    return match.group(1) if match else ""
 
 
 def named_tests(number: int) -> list[str]:

@@ -30,10 +30,10 @@ def test_configuration_names_every_field_once() -> None:
         if isinstance(one, type) and issubclass(one, BaseModel)
     }
     assert {"dpo", "rlhf"} < set(groups)
-    wanted = {name for name in TrainingConfig.model_fields if name not in groups}
-    wanted |= {f"{group}.{name}" for group, model in groups.items() for name in model.model_fields}
-    assert wanted <= set(rows)
-    assert all(rows.count(name) == 1 for name in wanted)
+    fields = {name for name in TrainingConfig.model_fields if name not in groups}
+    fields |= {f"{group}.{name}" for group, model in groups.items() for name in model.model_fields}
+    assert fields <= set(rows)
+    assert all(rows.count(name) == 1 for name in fields)
 
 
 def test_settings_name_every_variable() -> None:

@@ -19,15 +19,15 @@ def main() -> int:
     arguments = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     arguments.add_argument("--cases", type=int, default=10_000)
     arguments.add_argument("--seed", type=int, default=random.randrange(10**6))
-    given = arguments.parse_args()
-    print(f"seed {given.seed}: make fuzz CASES={given.cases} SEED={given.seed}", flush=True)
+    options = arguments.parse_args()
+    print(f"seed {options.seed}: make fuzz CASES={options.cases} SEED={options.seed}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="anneal-fuzz-", ignore_cleanup_errors=True) as folder:
         # Generated model and dataset names must not be looked up on the Hub.
         stack = Stack(Path(folder), allow_hub=False)
         try:
             stack.add_worker(slots=2)
-            result = Campaign(stack, given.seed).run(given.cases)
+            result = Campaign(stack, options.seed).run(options.cases)
         finally:
             stack.close()
     _tell(result, time.monotonic() - began)

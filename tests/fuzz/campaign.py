@@ -134,9 +134,9 @@ class Campaign:
     def _lead(self, case: Case, towards_success: bool) -> None:
         """Insert ids of existing objects into a case, and often replace its body by the documented example."""
         for name in list(case.path_parameters or {}):
-            found = self._pool.pick(name)
-            if found and self._chance.random() < 0.8:
-                case.path_parameters[name] = found
+            picked = self._pool.pick(name)
+            if picked and self._chance.random() < 0.8:
+                case.path_parameters[name] = picked
         for name in ("checkpoint_id", "action_id"):
             if name in (case.path_parameters or {}) and self._chance.random() < 0.8:
                 case.path_parameters["run_id"] = self._pool.of_run.get(case.path_parameters[name], self._kept_run)
@@ -146,26 +146,26 @@ class Campaign:
             if "path" in case.path_parameters:
                 case.path_parameters["path"] = "fake_model.json"
         if case.path.endswith(("/export", "/attempts/{attempt}/artifacts/{path}")) and self._chance.random() < 0.6:
-            given = {
+            values = {
                 "run_id": self._trained_run, "checkpoint_id": self._trained_checkpoint, "attempt": 1,
                 "path": "metrics.jsonl",
             }  # fmt: skip
-            case.path_parameters.update({name: given[name] for name in case.path_parameters})
+            case.path_parameters.update({name: values[name] for name in case.path_parameters})
         if case.path.endswith("/actions/{action_id}") and self._chance.random() < 0.6:
             case.path_parameters.update(run_id=self._trained_run, action_id=self._trained_action)
         if case.path.endswith("/backends/{name}") and self._chance.random() < 0.5:
             case.path_parameters["name"] = self._chance.choice(["celery", "fake"])
         if case.path.endswith("/keys/{key_id}"):  # the others that exist include the campaign's own
-            made = self._stack.client.post("/v1/keys", json={"name": "fuzz", "scopes": ["read"]})
-            case.path_parameters["key_id"] = made.json()["id"]
+            created = self._stack.client.post("/v1/keys", json={"name": "fuzz", "scopes": ["read"]})
+            case.path_parameters["key_id"] = created.json()["id"]
         if case.path.endswith("/secrets/{name}") and self._chance.random() < 0.6:
             case.path_parameters["name"] = self._chance.choice(["hf_token", "wandb_token"])
         if case.path.endswith("/stop") and self._chance.random() < 0.4:
             case.path_parameters["run_id"] = self._stack.create({"steps": 1000})
         for name in list(case.query or {}):
-            found = self._pool.pick(name)
-            if found and self._chance.random() < 0.7:
-                case.query[name] = found
+            picked = self._pool.pick(name)
+            if picked and self._chance.random() < 0.7:
+                case.query[name] = picked
         if towards_success and self._chance.random() < 0.6:
             self._lead_query(case)
             self._lead_body(case)
@@ -220,9 +220,9 @@ class Campaign:
         schema = content.get("schema", {})
         for option in schema.get("anyOf", [schema]):
             name = option.get("$ref", "").rpartition("/")[2]
-            found = self._document["components"]["schemas"].get(name, option).get("example")
-            if found is not None:
-                return found
+            example = self._document["components"]["schemas"].get(name, option).get("example")
+            if example is not None:
+                return example
         return None
 
     def _send(self, case: Case) -> None:

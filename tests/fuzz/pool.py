@@ -51,8 +51,8 @@ class Pool:
         """Return the value with every example id replaced by an id of an existing object."""
         text = json.dumps(value)
 
-        def another(found: re.Match[str]) -> str:
-            known = list(self._ids.get(found[0].partition("_")[0], ()))
-            return self._chance.choice(known) if known else found[0]
+        def another(match: re.Match[str]) -> str:
+            known = list(self._ids.get(match[0].partition("_")[0], ()))
+            return self._chance.choice(known) if known else match[0]
 
         return json.loads(_ID.sub(another, text))

@@ -21,14 +21,14 @@ def main(names: Sequence[str]) -> int:
     if unknown:
         print(f"unknown mutants: {', '.join(unknown)}. Known mutants: {', '.join(known)}", file=sys.stderr)
         return 1
-    wanted = [known[name] for name in names] if names else list(MUTANTS)
+    selected = [known[name] for name in names] if names else list(MUTANTS)
     with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
         try:
             pristine = Copy.of_the_tree(Path(folder) / "m")
         except MutantError as error:
             print(error, file=sys.stderr)
             return 1
-        tests = list(dict.fromkeys(mutant.test for mutant in wanted))
+        tests = list(dict.fromkeys(mutant.test for mutant in selected))
         print(f"{len(tests)} tests without a mutant …", end=" ", flush=True)
         began = time.monotonic()
         unmutated = pristine.run(tests, _SECONDS_FOR_A_MUTANT + _SECONDS_FOR_A_TEST * len(tests))
@@ -38,8 +38,8 @@ def main(names: Sequence[str]) -> int:
         passed = sum(outcome.state == "passed" for outcome in unmutated.values())
         print(f"{passed} pass ({time.monotonic() - began:.0f} s)\n", flush=True)
         print(_row("mutant", "promise", "test", "", "seconds"))
-        caught = [_try(mutant, pristine, unmutated[mutant.test]) for mutant in wanted]
-    print(f"\n{sum(caught)} of {len(wanted)} mutants caught")
+        caught = [_try(mutant, pristine, unmutated[mutant.test]) for mutant in selected]
+    print(f"\n{sum(caught)} of {len(selected)} mutants caught")
     return 0 if all(caught) else 1
 
 

@@ -29,5 +29,5 @@ def test_the_test_of_each_is_there(request: pytest.FixtureRequest) -> None:
     functions = {node.partition("[")[0] for node in collected}
     chosen = request.config.option.keyword or any("::" in argument for argument in request.config.args)
     if not chosen:
-        wanted = {mutant.test for mutant in MUTANTS if mutant.test.partition("[")[0] in functions}
-        assert wanted - collected == set()
+        expected = {mutant.test for mutant in MUTANTS if mutant.test.partition("[")[0] in functions}
+        assert expected - collected == set()

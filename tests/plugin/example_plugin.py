@@ -37,14 +37,16 @@ class SlowSign(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is None:
+            for parameter in group["params"]:
+                if parameter.grad is None:
                     continue
-                state = self.state[one]
+                state = self.state[parameter]
                 if not state:
-                    state["average"] = torch.zeros_like(one)
-                state["average"].lerp_(one.grad, 1 - group["memory"])
-                one.mul_(1 - group["lr"] * group.get("weight_decay", 0.0)).sub_(group["lr"] * state["average"].sign())
+                    state["average"] = torch.zeros_like(parameter)
+                state["average"].lerp_(parameter.grad, 1 - group["memory"])
+                parameter.mul_(1 - group["lr"] * group.get("weight_decay", 0.0)).sub_(
+                    group["lr"] * state["average"].sign()
+                )
 
 
 def stairs(optimizer: Any, num_training_steps: int, num_warmup_steps: int, height: float) -> StepLR:

@@ -210,10 +210,10 @@ def soak(stack: Stack, seconds: float) -> list[str]:
     with suppress(AssertionError), gauge.phase("after"):
         attack.wait()
         eventually(lambda: not _excess(idle, gauge.memory(), MOST_KEPT), what="the memory is returned")
-    kept = gauge.memory()
+    memory_before = gauge.memory()
     gauge.close()
     exceeded = [f"{who} at its peak" for who in _excess(idle, gauge.highest, MOST_ADDED)]
-    exceeded += [f"{who} afterwards" for who in _excess(idle, kept, MOST_KEPT)]
+    exceeded += [f"{who} afterwards" for who in _excess(idle, memory_before, MOST_KEPT)]
     return exceeded + (["/healthz"] if gauge.longest > MOST_WAIT else [])
 
 
