@@ -67,7 +67,7 @@ class TrainerEnd:
     def fileno(self) -> int:
         return self._event
 
-    def look(self) -> Exit | None:
+    def poll_exit(self) -> Exit | None:
         return self._exit
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class TrainerThread(TrainingProcess):
         return True
 
     def poll(self) -> Exit | None:
-        exit: Exit | None = self.fate.look()
+        exit: Exit | None = self.fate.poll_exit()
         return exit
 
     def begin_kill(self) -> None:
@@ -160,7 +160,7 @@ def follow_hints(context: WorkerContext) -> None:
     while not context.closing.is_set():
         try:
             if client.brpop([QUEUE], timeout=5):
-                supervisor.work(context)
+                supervisor.train_pending_runs(context)
         except RedisError as error:
             logging.warning("no hints: %s", error)
 
@@ -183,7 +183,7 @@ def watch() -> None:
     supervisor.claim = timed_claim
     Lease.__exit__ = noted_exit  # type: ignore[method-assign]
     # It reads /proc for each process of the machine, for each run; here all trainers are one process.
-    memory_watch.MemoryWatch.look = lambda *_: None  # type: ignore[method-assign]
+    memory_watch.MemoryWatch.sample_if_due = lambda *_: None  # type: ignore[method-assign]
 
 
 def main() -> int:

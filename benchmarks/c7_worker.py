@@ -12,7 +12,7 @@ from worker.main import main
 
 
 def begin(host: WorkerContext, run: Any, _: float) -> None:
-    """Replace `supervisor.supervise`, which is called after the claim is committed."""
+    """Replace `supervisor.supervise_run`, which is called after the claim is committed."""
     now = time.monotonic()
     with host.engine.begin() as connection:
         connection.execute(machine.complete(run.id, run.lease_epoch, None, "benchmark"))
@@ -20,5 +20,5 @@ def begin(host: WorkerContext, run: Any, _: float) -> None:
 
 
 if __name__ == "__main__":
-    supervisor.supervise = begin
+    supervisor.supervise_run = begin
     sys.exit(main())

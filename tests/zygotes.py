@@ -155,7 +155,7 @@ def _serve(path: str) -> None:
     """Fork a zygote for each connection."""
     from worker.process import zygote
 
-    zygote.preload(["worker.training.__main__", "worker.fake.trainer"])
+    zygote.preload_modules(["worker.training.__main__", "worker.fake.trainer"])
     _warm_libraries()
     gc.collect()
     gc.freeze()

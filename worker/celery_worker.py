@@ -44,7 +44,7 @@ class CeleryProgram(Worker):  # type: ignore[misc]  # Celery has no types
         """Wake the event loop for a request to end, which it would otherwise check only every few seconds."""
         super().register_with_event_loop(hub)
         hub.add_reader(self._signals.ending, lambda: None)
-        hub.add_reader(self.pool.freed, self.pool.look)
+        hub.add_reader(self.pool.freed, self.pool.clear_wake_up)
 
     def _shutdown(self, warm: bool = True) -> None:
         """Wait for the threads without Celery's default timeout for new sockets, which is the whole process's.
@@ -67,7 +67,7 @@ class HintConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
         """Drop what cannot be parsed as a message; called again after each reconnection."""
         super().register_with_event_loop(hub)
         handlers = self.task_consumer.channel.handlers
-        handlers["BRPOP"] = partial(self._receive, handlers["BRPOP"])
+        handlers["BRPOP"] = partial(self._receive_valid, handlers["BRPOP"])
 
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
         """Acknowledge and release what cannot be handled: it would occupy a slot for ever."""
@@ -87,7 +87,7 @@ class HintConsumer(Consumer):  # type: ignore[misc]  # Celery has no types
 
         return handle_hint
 
-    def _receive(self, receive: Callable[[], bool]) -> bool:
+    def _receive_valid(self, receive: Callable[[], bool]) -> bool:
         try:
             return receive()
         except Exception as error:
@@ -119,7 +119,7 @@ class SlotPool(TaskPool):  # type: ignore[misc]  # Celery has no types
         result.f.add_done_callback(lambda _: os.eventfd_write(self.freed, 1))
         return result
 
-    def look(self) -> None:
+    def clear_wake_up(self) -> None:
         """Clear the wake-up; the event loop itself asks for hints before each wait."""
         os.eventfd_read(self.freed)
 
@@ -127,7 +127,7 @@ class SlotPool(TaskPool):  # type: ignore[misc]  # Celery has no types
 log = logging.getLogger(__name__)
 
 
-def register(app: Celery, context: WorkerContext) -> None:
+def register_task(app: Celery, context: WorkerContext) -> None:
     """Register `anneal.run_next`, which claims pending runs, the most urgent first, and trains them."""
     reported: str | None = None
 
@@ -136,7 +136,7 @@ def register(app: Celery, context: WorkerContext) -> None:
     def run_next() -> None:
         if not context.closing.is_set():
             if is_fit():
-                supervisor.work(context)
+                supervisor.train_pending_runs(context)
                 return
             context.closing.wait(_HINT_HOLD_SECONDS)
         # Another worker should get the hint now, not with the next round of hints.
@@ -144,7 +144,7 @@ def register(app: Celery, context: WorkerContext) -> None:
 
     def is_fit() -> bool:
         nonlocal reported
-        trouble = context.health.trouble()
+        trouble = context.health.unhealthy_reason()
         if trouble != reported:
             log.warning("no run is taken: %s", trouble) if trouble else log.info("runs are taken again")
             reported = trouble

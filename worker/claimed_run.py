@@ -38,9 +38,9 @@ class ClaimedRun:
     """Workers that train the other parts of the run."""
 
     @classmethod
-    def of(cls, row: Row[Any]) -> Self:
+    def from_row(cls, row: Row[Any]) -> Self:
         """Create it from the row that `machine.claim` returns."""
         columns = {field.name: row._mapping[field.name] for field in fields(cls)}
         extra, members = columns["extra_eval_datasets"] or {}, columns["members"] or []
-        given = {"task": RunTask(columns["task"]), "extra_eval_datasets": extra, "members": members}
-        return cls(**{**columns, **given})
+        converted = {"task": RunTask(columns["task"]), "extra_eval_datasets": extra, "members": members}
+        return cls(**{**columns, **converted})

@@ -86,7 +86,7 @@ class WorkerContext:
         self.health = WorkerHealth(
             self.storage.root, is_shared=settings.storage_url is None, database_reserve=self.database_reserve
         )
-        self.machine = devices.find(settings)
+        self.machine = devices.find_machine(settings)
         self.kind = self.machine.devices[0].kind
         self.group_address = None if settings.group_interface is None else address_of(settings.group_interface)
         """Address at which processes of other hosts reach those of this worker; None: it trains no run with others."""
@@ -144,7 +144,7 @@ class WorkerContext:
         """Channels and messages."""
         self._wake_up = threading.Event()
         self._beat_now = threading.Event()
-        self._heartbeat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
         self._ended = threading.Event()
 
     def start(self, database_seconds: float = math.inf) -> bool:
@@ -169,7 +169,7 @@ class WorkerContext:
         self.telemetry.start()
         if self.uploader:
             self.uploader.start()
-        threads = (("control", self._listen), ("wake-ups", self._notify_loop), ("warm-up", self._note_warm))
+        threads = (("control", self._listen_for_control), ("wake-ups", self._notify_loop), ("warm-up", self._note_warm))
         for name, work in threads:
             threading.Thread(target=work, name=name, daemon=True).start()
         log.info(
@@ -213,20 +213,20 @@ class WorkerContext:
         self._status_file.close()
         self.tracing.close()
 
-    def hold(self, lease: HeldLease) -> None:
+    def hold_lease(self, lease: HeldLease) -> None:
         """Register a lease that control messages may concern."""
         self._leases[lease.run_id] = lease
         self._note_runs()
 
-    def release(self, lease: HeldLease) -> None:
+    def release_lease(self, lease: HeldLease) -> None:
         """Remove an ended lease; one on a later attempt of the same run stays."""
         if self._leases.get(lease.run_id) is lease:
             del self._leases[lease.run_id]
         self._note_runs()
 
-    def wake(self, run_id: str) -> None:
+    def wake_streams(self, run_id: str) -> None:
         """Notify event streams of new events; without Redis they poll. Never waits."""
-        self._publish(events_channel(run_id), "")
+        self._publish_later(events_channel(run_id), "")
 
     def signal_control(self, name: str) -> None:
         """Have the leases on a run renewed at once by the workers that hold one, or a worker look for parts to train.
@@ -234,9 +234,9 @@ class WorkerContext:
         `name` is the id of the run or of the worker. Without Redis, the next renewal or heartbeat does the same. Never
         waits.
         """
-        self._publish(CONTROL_CHANNEL, name)
+        self._publish_later(CONTROL_CHANNEL, name)
 
-    def _publish(self, channel: str, message: str) -> None:
+    def _publish_later(self, channel: str, message: str) -> None:
         self._to_publish.add((channel, message))
         self._wake_up.set()
 
@@ -264,7 +264,7 @@ class WorkerContext:
             with self.engine.begin() as connection:
                 registration.release_dead(connection, self.name)
                 connection.execute(registry.delete_old(older_than_days=30))
-                self._register(connection)
+                self._register_worker(connection)
         except SQLAlchemyError as error:
             if not is_away(error):
                 raise
@@ -293,10 +293,10 @@ class WorkerContext:
         except StoreUnavailable as error:
             log.warning("the storage %s cannot be checked now: %s", self.settings.storage_url, error)
 
-    def _register(self, connection: Connection) -> None:
+    def _register_worker(self, connection: Connection) -> None:
         labels = self.settings.labels
         gguf = registration.has_gguf_converter(self.settings.gguf_converter)
-        registration.register(
+        registration.register_worker(
             connection,
             self.id,
             self.name,
@@ -318,7 +318,7 @@ class WorkerContext:
         is_healthy = time.monotonic() - self._healthy_at < _CHECKED_ROUNDS * self.settings.renew_seconds
         return self.group_address if is_healthy else None
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         while True:
             self._beat_now.wait(self.settings.renew_seconds)
             self._beat_now.clear()
@@ -330,12 +330,12 @@ class WorkerContext:
                     address = self._open_address()
                     alive = registry.record_heartbeat(self.id, state, self.launcher.mode, self.launcher.reason, address)
                     if connection.execute(alive).one_or_none() is None:
-                        self._register(connection)
+                        self._register_worker(connection)
                     if self.closing.is_set():
                         self._note_progress(connection)
-                    found = connection.execute(parts.of_worker(self.id)).all() if self.group_address else ()
-                if self.take_parts is not None and found:
-                    self.take_parts(found)
+                    part_rows = connection.execute(parts.of_worker(self.id)).all() if self.group_address else ()
+                if self.take_parts is not None and part_rows:
+                    self.take_parts(part_rows)
             except SQLAlchemyError as error:
                 log.info("heartbeat missed: %s", error)
             except Exception:  # without heartbeats the worker would count as lost
@@ -354,10 +354,12 @@ class WorkerContext:
     def _note_progress(self, connection: Connection) -> None:
         """Record the progress of current runs for a caller that waits for them to finish."""
         steps = select(Run.id, Run.current_step, Run.total_steps).where(Run.id.in_(list(self._leases)))
-        found = {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
-        self._status_file.update(runs={run_id: found.get(run_id, [None, None]) for run_id in list(self._leases)})
+        steps_of_runs = {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
+        self._status_file.update(
+            runs={run_id: steps_of_runs.get(run_id, [None, None]) for run_id in list(self._leases)}
+        )
 
-    def _listen(self) -> None:
+    def _listen_for_control(self) -> None:
         """Renew leases and look for parts on control messages, before the next regular renewal or heartbeat."""
         while not self._ended.is_set():
             try:

@@ -58,63 +58,63 @@ class Machine:
         return len(self.devices)
 
 
-def find(settings: Settings) -> Machine:
+def find_machine(settings: Settings) -> Machine:
     """Find the worker's slots: one per GPU, or one CPU; `settings.slots` selects fewer GPUs or more CPU slots.
 
     Raises:
         ValueError: More slots are requested than there are GPUs; each run needs its own GPU.
     """
     memory = psutil.virtual_memory().total
-    found = gpus()
-    if found:
-        wanted = settings.slots or len(found)
-        if wanted > len(found):
+    machine_gpus = list_gpus()
+    if machine_gpus:
+        wanted = settings.slots or len(machine_gpus)
+        if wanted > len(machine_gpus):
             raise ValueError(
-                f"ANNEAL_SLOTS={wanted}, but this machine has {len(found)} GPUs and each run needs its own. "
-                f"Set ANNEAL_SLOTS to {len(found)} or less."
+                f"ANNEAL_SLOTS={wanted}, but this machine has {len(machine_gpus)} GPUs and each run needs its own. "
+                f"Set ANNEAL_SLOTS to {len(machine_gpus)} or less."
             )
-        return Machine(found[:wanted], memory)
+        return Machine(machine_gpus[:wanted], memory)
     slots = settings.slots or 1
     cpu = tuple(Device("cpu", index, f"cpu-{index}", _cpu_name(), memory // slots) for index in range(slots))
     return Machine(cpu, memory)
 
 
 @lru_cache(maxsize=1)
-def gpus() -> tuple[Device, ...]:
+def list_gpus() -> tuple[Device, ...]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; empty without a driver.
 
     The instances of a GPU that MIG partitions are GPUs of their own, since a process can use only one of them.
     """
-    with nvml() as library:
+    with open_nvml() as library:
         if library is None:
             return ()
-        every = list(_every(library))
+        every = list(_every_gpu(library))
     visible = visible_gpus()
-    shown = (gpu.devices for gpu in every) if visible is None else _visible(every, visible)
+    shown = (gpu.devices for gpu in every) if visible is None else _select_visible(every, visible)
     return tuple(dict.fromkeys(device for devices in shown for device in devices))
 
 
 def has_gpu() -> bool:
     """Return True if there is a GPU that training may use."""
-    return bool(gpus())
+    return bool(list_gpus())
 
 
-def capability(index: int) -> tuple[int, int]:
+def compute_capability(index: int) -> tuple[int, int]:
     """Return the compute capability of the visible GPU `index`; raise IndexError if there is none."""
-    found = gpus()[index].capability
+    found = list_gpus()[index].capability
     if found is None:
         raise IndexError(index)
     return found
 
 
-def memory(device: Device) -> tuple[int, int] | None:
+def memory_use(device: Device) -> tuple[int, int] | None:
     """Return the used and free bytes of a GPU; None for a CPU or if the driver does not answer.
 
     All processes on the GPU count as users.
     """
     if device.kind != "cuda":
         return None
-    with nvml() as library:
+    with open_nvml() as library:
         if library is None:
             return None
         try:
@@ -124,9 +124,9 @@ def memory(device: Device) -> tuple[int, int] | None:
     return int(info.used), int(info.free)
 
 
-def occupation(device: Device) -> str | None:
+def occupation_reason(device: Device) -> str | None:
     """Return a sentence about other programs that use the memory of an idle GPU; None if it is free for a run."""
-    used, _ = memory(device) or (0, 0)
+    used, _ = memory_use(device) or (0, 0)
     if used <= device.memory_bytes * _MOST_OCCUPIED:
         return None
     return (
@@ -143,7 +143,7 @@ class _Gpu:
     devices: tuple[Device, ...]
 
 
-def _visible(every: Sequence[_Gpu], visible: str) -> Iterator[tuple[Device, ...]]:
+def _select_visible(every: Sequence[_Gpu], visible: str) -> Iterator[tuple[Device, ...]]:
     """Apply CUDA's rule: entries are indexes or UUID prefixes; the first invalid one hides itself and the rest.
 
     An entry that names a partitioned GPU shows all its instances.
@@ -170,20 +170,22 @@ def _visible(every: Sequence[_Gpu], visible: str) -> Iterator[tuple[Device, ...]
         yield matching[0]
 
 
-def _every(library: Any) -> Iterator[_Gpu]:
+def _every_gpu(library: Any) -> Iterator[_Gpu]:
     """Yield every GPU; their devices are numbered throughout."""
     begin = 0
     for number in range(library.nvmlDeviceGetCount()):
         gpu = library.nvmlDeviceGetHandleByIndex(number)
-        uuid, instances = _text(library.nvmlDeviceGetUUID(gpu)), _instances(library, gpu)
+        uuid, instances = _decode_text(library.nvmlDeviceGetUUID(gpu)), _mig_instances(library, gpu)
         if instances == []:
             log.warning("GPU %d (%s) has MIG enabled and no instance: create some, or disable MIG", number, uuid)
         handles = [gpu] if instances is None else instances
-        yield _Gpu(uuid, tuple(_device(library, gpu, handle, index) for index, handle in enumerate(handles, begin)))
+        yield _Gpu(
+            uuid, tuple(_build_device(library, gpu, handle, index) for index, handle in enumerate(handles, begin))
+        )
         begin += len(handles)
 
 
-def _instances(library: Any, gpu: Any) -> list[Any] | None:
+def _mig_instances(library: Any, gpu: Any) -> list[Any] | None:
     """Return the MIG instances of a GPU; None if it is not partitioned."""
     try:
         current, _pending = library.nvmlDeviceGetMigMode(gpu)
@@ -191,30 +193,30 @@ def _instances(library: Any, gpu: Any) -> list[Any] | None:
         return None
     if current != library.NVML_DEVICE_MIG_ENABLE:
         return None
-    found = []
+    instances = []
     for number in range(library.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
-            found.append(library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))
+            instances.append(library.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number))
         except library.NVMLError:  # there may be fewer instances, with gaps between their numbers
             continue
-    return found
+    return instances
 
 
-def _device(library: Any, gpu: Any, handle: Any, index: int) -> Device:
+def _build_device(library: Any, gpu: Any, handle: Any, index: int) -> Device:
     """Return the device of a handle, which is that of the GPU or of an instance of it."""
     major, minor = library.nvmlDeviceGetCudaComputeCapability(gpu)
     return Device(
         kind="cuda",
         index=index,
-        id=_text(library.nvmlDeviceGetUUID(handle)),
-        name=_text(library.nvmlDeviceGetName(handle)),
+        id=_decode_text(library.nvmlDeviceGetUUID(handle)),
+        name=_decode_text(library.nvmlDeviceGetName(handle)),
         memory_bytes=int(library.nvmlDeviceGetMemoryInfo(handle).total),
         capability=(major, minor),
     )
 
 
 @contextmanager
-def nvml() -> Iterator[Any]:
+def open_nvml() -> Iterator[Any]:
     """Open NVML for the block (None on a machine without it) and close it, so that forks inherit nothing."""
     try:
         import pynvml
@@ -232,7 +234,7 @@ def nvml() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def _text(value: str | bytes) -> str:
+def _decode_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 

@@ -27,13 +27,16 @@ def address_of(interface: str) -> str:
     if interface not in interfaces:
         known = ", ".join(sorted(interfaces))
         raise SetupError(f"ANNEAL_GROUP_INTERFACE={interface}: this machine has no such interface, but {known}")
-    found = interfaces[interface]
-    for one in found:
-        if one.family == socket.AF_INET:
-            return one.address
-    for one in found:
-        if one.family == socket.AF_INET6 and not ipaddress.ip_address(one.address.partition("%")[0]).is_link_local:
-            return one.address
+    addresses = interfaces[interface]
+    for address in addresses:
+        if address.family == socket.AF_INET:
+            return address.address
+    for address in addresses:
+        if (
+            address.family == socket.AF_INET6
+            and not ipaddress.ip_address(address.address.partition("%")[0]).is_link_local
+        ):
+            return address.address
     raise SetupError(f"ANNEAL_GROUP_INTERFACE={interface}: the interface has no address; name another one")
 
 
@@ -72,7 +75,9 @@ class MeetingWatch:
         self._every = every
         self._reached_at = time.monotonic()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=with_current_context(self._look), name="group network", daemon=True)
+        self._thread = threading.Thread(
+            target=with_current_context(self._watch_meeting), name="group network", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -87,7 +92,7 @@ class MeetingWatch:
         """Seconds since that host was last reached."""
         return time.monotonic() - self._reached_at
 
-    def _look(self) -> None:
+    def _watch_meeting(self) -> None:
         while not self._over.wait(self._every):
             began = time.monotonic()
             try:

@@ -35,7 +35,7 @@ class WorkerHealth:
         self.unusable: set[int] = set()
         """Devices that take no run because other programs use their memory, or because a check failed on them."""
 
-    def trouble(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Return the reason why no run should be taken now; None if the worker is healthy."""
         if time.monotonic() < self._paused_until:
             return f"the last run could not be started here: {self._why}"
@@ -54,7 +54,7 @@ class WorkerHealth:
             return f"the storage {self._storage} cannot be written to"
         return None
 
-    def failed(self, why: str) -> None:
+    def record_failed_start(self, why: str) -> None:
         """Record that a run could not be started here, and pause so that another worker can take it.
 
         Each further failure doubles the pause, up to a maximum.
@@ -63,7 +63,7 @@ class WorkerHealth:
         self._paused_until = time.monotonic() + self._pause
         self._why = why
 
-    def started(self) -> None:
+    def record_start(self) -> None:
         """Record that a trainer was started, which resets the pause."""
         self._pause = 0.0
 

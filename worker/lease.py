@@ -78,11 +78,13 @@ class Lease:
         self._processes: TrainingGroup | None = None
         self._now = threading.Event()
         self._over = False
-        self._thread = threading.Thread(target=with_current_context(self._keep), name=f"lease {run_id}", daemon=True)
+        self._thread = threading.Thread(
+            target=with_current_context(self._keep_renewed), name=f"lease {run_id}", daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()  # fails where the user may have no more threads
-        self._context.hold(self)
+        self._context.hold_lease(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +92,7 @@ class Lease:
         self._now.set()
         # A thread blocked in a statement of a frozen server must not keep the worker from ending.
         self._thread.join(_JOIN_SECONDS)
-        self._context.release(self)
+        self._context.release_lease(self)
 
     @property
     def stop(self) -> StopRequest | None:
@@ -133,7 +135,7 @@ class Lease:
         """Renew at once, since there may be new requests."""
         self._now.set()
 
-    def _keep(self) -> None:
+    def _keep_renewed(self) -> None:
         settings = self._context.settings
         pause = settings.renew_seconds
         while not self.fenced:
@@ -148,7 +150,7 @@ class Lease:
         sent = since_boot()
         try:
             with self._context.lease_engine.begin() as connection:
-                row = connection.execute(self._renewal()).one_or_none()
+                row = connection.execute(self._renewal_statement()).one_or_none()
         except SQLAlchemyError as error:
             log.info("%s: renewal failed, %.1f s left: %s", self.run_id, self.kill_at - sent, error)
             return False
@@ -158,27 +160,27 @@ class Lease:
             return True
         self._longest_silence = self.longest_silence
         self._sent = sent
-        self._take(row)
+        self._apply_row(row)
         if self._processes:
             self._processes.send(ControlMessage(renew_until=self.kill_at))
         return True
 
-    def _renewal(self) -> Executable:
+    def _renewal_statement(self) -> Executable:
         return machine.renew(self.run_id, self.lease_epoch, self._context.settings.lease_seconds)
 
-    def _take(self, row: Row[Any]) -> None:
+    def _apply_row(self, row: Row[Any]) -> None:
         """Take over what a renewal has brought."""
         self.requested_stop = StopRequest(row.stop_mode, "stop", row.stop_grace_seconds) if row.stop_mode else None
         self.preempted_for = self.preempted_for or row.preempted_for
         self.actions = [ActionRequest(**one) for one in row.actions or []]
         ended = []
-        for one in row.parts or []:
-            end = None if one["outcome"] is None else PartEnd.model_validate(one["outcome"])
+        for part in row.parts or []:
+            end = None if part["outcome"] is None else PartEnd.model_validate(part["outcome"])
             is_released = end is not None and end.is_released
-            if one["is_leaving"] or is_released:
-                self.leaving = one["worker_id"]
-            if one["ended"] and not is_released:
-                ended.append(EndedPart(one["worker_id"], one["first_rank"], one["devices"], end))
+            if part["is_leaving"] or is_released:
+                self.leaving = part["worker_id"]
+            if part["ended"] and not is_released:
+                ended.append(EndedPart(part["worker_id"], part["first_rank"], part["devices"], end))
         self.ended_parts = ended
         self.active_parts = [
             ActivePart(**{**one, "activity": PartActivity.model_validate(one["activity"])})
@@ -198,12 +200,12 @@ class PartLease(Lease):
         self._part = part
         self.renew_now()
 
-    def _renewal(self) -> Executable:
+    def _renewal_statement(self) -> Executable:
         activity = None if self.activity is None else self.activity().model_dump(mode="json")
         seconds = self._context.settings.lease_seconds
         return parts.renew(self.run_id, self.lease_epoch, self._part, seconds, activity)
 
-    def _take(self, row: Row[Any]) -> None:
+    def _apply_row(self, row: Row[Any]) -> None:
         self.meeting = row.meeting
 
 

@@ -11,7 +11,7 @@ from app.infra.broker import QUEUE, celery_app
 from app.infra.errors import SetupError
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
-from worker.attempts.device_checks import keep_checked
+from worker.attempts.device_checks import check_devices_repeatedly
 from worker.attempts.part import PartSupervisors
 from worker.celery_worker import CeleryProgram, HintConsumer, SlotPool
 from worker.context import WorkerContext
@@ -36,9 +36,9 @@ def run(settings: Settings, signals: SignalHandler) -> int:
     """Run a worker until `signals` end it."""
     context = WorkerContext(settings)
     parts = PartSupervisors(context)
-    context.take_parts = parts.take
+    context.take_parts = parts.start_new_parts
     app = celery_app(settings.redis_url or "")
-    celery_worker.register(app, context)
+    celery_worker.register_task(app, context)
     # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
     signals.start(context)
@@ -47,7 +47,7 @@ def run(settings: Settings, signals: SignalHandler) -> int:
         if not context.start():
             return 0
         if context.group_address is not None:
-            threading.Thread(target=keep_checked, args=(context,), name="health", daemon=True).start()
+            threading.Thread(target=check_devices_repeatedly, args=(context,), name="health", daemon=True).start()
         program = CeleryProgram(
             signals,
             app=app,

@@ -41,7 +41,7 @@ class Bundle:
         # SIGTERM, not SIGKILL: if only this actor dies, the worker saves and releases its run.
         self._worker = start_child(command, environment=environment, death_signal=signal.SIGTERM, pipe=True)
         self._last_line = ""
-        self._reader = threading.Thread(target=self._copy, args=[self._worker.stdout], daemon=True)
+        self._reader = threading.Thread(target=self._copy_output, args=[self._worker.stdout], daemon=True)
         self._reader.start()
         return socket.gethostname()
 
@@ -59,7 +59,7 @@ class Bundle:
         if self._worker.poll() is None:
             self._worker.send_signal(signal.SIGTERM)
 
-    def _copy(self, output: IO[bytes]) -> None:
+    def _copy_output(self, output: IO[bytes]) -> None:
         for line in output:
             text = line.decode(errors="replace").rstrip()
             self._last_line = text or self._last_line
@@ -98,7 +98,7 @@ class Driver:
         print(f"waiting for a node with {bundle} {selector or ''}", flush=True)  # noqa: T201
         try:
             if self._is_placed(ray, group):
-                self._train(ray, self._actor(ray, group, bundle))
+                self._train_run(ray, self._create_actor(ray, group, bundle))
         except ray.exceptions.RayTaskError:  # of this file, on the node
             raise
         except ray.exceptions.RayError as error:
@@ -128,7 +128,7 @@ class Driver:
                 raise TryLater(f"{otherwise} for {seconds / 60:.0f} minutes")
         return False
 
-    def _actor(self, ray: Any, group: Any, bundle: dict[str, float]) -> Any:
+    def _create_actor(self, ray: Any, group: Any, bundle: dict[str, float]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options = ray.remote(Bundle).options(
@@ -139,10 +139,12 @@ class Driver:
         )
         return options.remote()
 
-    def _train(self, ray: Any, bundle: Any) -> None:
+    def _train_run(self, ray: Any, bundle: Any) -> None:
         """Start the worker and wait for its end; pass a request to stop on."""
-        given = self._arguments
-        started = bundle.start.remote(given.run, given.lease_epoch, given.kind, given.devices, given.label)
+        arguments = self._arguments
+        started = bundle.start.remote(
+            arguments.run, arguments.lease_epoch, arguments.kind, arguments.devices, arguments.label
+        )
         if not self._is_done(ray, started, _START_SECONDS, "the node with the place started no worker"):
             return  # the actor ends with its place, and the worker with the actor
         node = ray.get(started)

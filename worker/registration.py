@@ -25,7 +25,7 @@ def pid_scope(identity: ProcessIdentity) -> str:
     return f"{identity.boot_id}/{identity.namespace}"
 
 
-def installed() -> dict[str, list[str]]:
+def installed_plugins() -> dict[str, list[str]]:
     """Return the names of all installed plugins, by kind."""
     return {kind: sorted({point.name for point in entry_points(group=group)}) for kind, group in PLUGINS.items()}
 
@@ -58,7 +58,7 @@ def release_dead(connection: Connection, host: str) -> None:
         log.warning("%d dead worker(s) of this machine found, %d run(s) reaped", len(dead), len(moved))
 
 
-def register(
+def register_worker(
     connection: Connection,
     worker_id: str,
     host: str,
@@ -87,7 +87,7 @@ def register(
                 "labels": list(labels),
                 "launch_mode": launcher.mode,
                 "launch_reason": launcher.reason,
-                "plugins": installed(),
+                "plugins": installed_plugins(),
                 "packages": installed_packages(),
                 "gguf": gguf,
                 "model_sources": model_sources,

@@ -40,7 +40,7 @@ class SignalHandler:
         """Apply signals to this worker from now on, including those already received."""
         threading.Thread(target=self._handle_signals, args=[context], name="signals", daemon=True).start()
 
-    def ignore(self) -> None:
+    def ignore_signals(self) -> None:
         """Ignore further signals: at its end, Python restores default handlers, and a second signal would kill."""
         for number in (*_TERMINATION_SIGNALS, DRAIN_SIGNAL):
             signal.signal(number, signal.SIG_IGN)

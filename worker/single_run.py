@@ -57,7 +57,7 @@ def main() -> int:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
         return EXIT_TRY_LATER if isinstance(error, TryLater) else 1
     finally:
-        signals.ignore()
+        signals.ignore_signals()
     return 0
 
 
@@ -71,7 +71,7 @@ def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: in
     context.launcher.adopt_orphans()
     try:
         if context.start(_DATABASE_SECONDS):
-            _work(context, run_id, lease_epoch, hangs)
+            _claim_and_train(context, run_id, lease_epoch, hangs)
     finally:
         hangs.cancel()
         context.close()
@@ -84,9 +84,9 @@ def _give_up() -> None:
     os._exit(EXIT_TRY_LATER)
 
 
-def _work(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threading.Timer) -> None:
+def _claim_and_train(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threading.Timer) -> None:
     device_checks.wait_for_devices(context)
-    if trouble := context.health.trouble():
+    if trouble := context.health.unhealthy_reason():
         raise SetupError(trouble)
     deadline = time.monotonic() + _CLAIM_SECONDS
     while not context.closing.is_set():
@@ -94,10 +94,10 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threadin
         claimed = supervisor.claim(context)
         if claimed is not None:
             hangs.cancel()
-            supervisor.supervise(context, claimed, sent)
+            supervisor.supervise_run(context, claimed, sent)
             return
         try:
-            waiting = _waiting(context, run_id, lease_epoch)
+            waiting = _needs_if_waiting(context, run_id, lease_epoch)
         except SQLAlchemyError as error:
             if not is_away(error):
                 raise
@@ -106,7 +106,7 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threadin
             if waiting is None:
                 log.info("%s: it needs this worker no more", run_id)
                 return
-            if (reason := pending_reason(waiting, Fleet([_offer(context)]))) is not None:
+            if (reason := pending_reason(waiting, Fleet([_worker_offer(context)]))) is not None:
                 raise SetupError(reason.message)
             trouble = "a quota, or an error of the devices, prevents it"
         if time.monotonic() > deadline:
@@ -114,7 +114,7 @@ def _work(context: WorkerContext, run_id: str, lease_epoch: int, hangs: threadin
         context.closing.wait(_PAUSE)
 
 
-def _waiting(context: WorkerContext, run_id: str, lease_epoch: int) -> Needs | None:
+def _needs_if_waiting(context: WorkerContext, run_id: str, lease_epoch: int) -> Needs | None:
     """Return what the run needs if it still waits for this worker."""
     query = select(Run.backend, Run.devices_needed, Run.hosts_needed, Run.requirements)
     with context.engine.begin() as connection:
@@ -124,7 +124,7 @@ def _waiting(context: WorkerContext, run_id: str, lease_epoch: int) -> Needs | N
     return None if row is None else Needs.of(row.backend, row.devices_needed, row.hosts_needed, row.requirements)
 
 
-def _offer(context: WorkerContext) -> WorkerOffer:
+def _worker_offer(context: WorkerContext) -> WorkerOffer:
     """Return what this worker has, in the terms of the queue."""
     devices = context.machine.devices
     return WorkerOffer(

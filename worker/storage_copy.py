@@ -44,36 +44,38 @@ class StorageCopy:
         self.missing: list[str] = []
         """Files in the database that are missing or different in this storage."""
 
-    def all(self) -> None:
+    def copy_everything(self) -> None:
         """Copy everything, then mark the store as that of this installation.
 
         Raises:
             SetupError: A worker runs, or the store belongs to another installation.
             StoreUnavailable: The store accepts no more.
         """
-        if self._rows(select(Worker.id).where(Worker.state != "offline", is_fresh(self._lease_seconds))):
+        if self._fetch_rows(select(Worker.id).where(Worker.state != "offline", is_fresh(self._lease_seconds))):
             raise SetupError("A worker runs: stop the API and drain all workers (`anneal worker --drain`) first.")
-        self._do(register_installation())
-        installation = self._rows(select(Installation.id))[0].id
+        self._execute(register_installation())
+        installation = self._fetch_rows(select(Installation.id))[0].id
         try:
             self._remote.objects.mark_root()
             self._remote.objects.check_owner(installation)
         except WrongStore as error:
             if error.is_marked:
                 raise SetupError(f"{self._remote.url} cannot be used: {error}.") from error
-        for dataset in self._rows(select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)):
-            self._try("datasets", dataset.id, partial(self._dataset, dataset))
-        wanted = Checkpoint.deleted_at.is_(None) & Checkpoint.bad_reason.is_(None)
-        for one in self._rows(select(*Checkpoint.__table__.c).where(wanted)):
-            self._try("checkpoints", one.id, partial(self._checkpoint, one))
+        for dataset in self._fetch_rows(select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)):
+            self._try_copy("datasets", dataset.id, partial(self._copy_dataset, dataset))
+        is_usable = Checkpoint.deleted_at.is_(None) & Checkpoint.bad_reason.is_(None)
+        for checkpoint in self._fetch_rows(select(*Checkpoint.__table__.c).where(is_usable)):
+            self._try_copy("checkpoints", checkpoint.id, partial(self._copy_checkpoint, checkpoint))
         has_output = (Run.output_attempt == Attempt.attempt).label("has_output")
         hashes = (Attempt.output_sha256, Attempt.records_sha256)
         query = select(Attempt.run_id, Attempt.attempt, has_output, *hashes)
-        for one in self._rows(query.join(Run, Run.id == Attempt.run_id)):
-            self._try("attempts", f"attempt {one.attempt} of {one.run_id}", partial(self._attempt, one))
+        for attempt in self._fetch_rows(query.join(Run, Run.id == Attempt.run_id)):
+            self._try_copy(
+                "attempts", f"attempt {attempt.attempt} of {attempt.run_id}", partial(self._copy_attempt, attempt)
+            )
         self._remote.objects.claim_for(installation, lambda: True)
 
-    def _try(self, kind: str, name: str, copy: Callable[[], None]) -> None:
+    def _try_copy(self, kind: str, name: str, copy: Callable[[], None]) -> None:
         try:
             copy()
             self.copied[kind] += 1
@@ -81,7 +83,7 @@ class StorageCopy:
             log.warning("%s is not copied: %s", name, error)
             self.missing.append(name)
 
-    def _dataset(self, row: Any) -> None:
+    def _copy_dataset(self, row: Any) -> None:
         path = self._storage.dataset_file(row.id, row.extension)
         key = self._storage.key_of(path)
         try:
@@ -90,16 +92,18 @@ class StorageCopy:
                     return
         except ObjectMissing:
             pass
-        self._remote.objects.put(key, _verified(path, row.sha256))
+        self._remote.objects.put(key, _verified_chunks(path, row.sha256))
 
-    def _checkpoint(self, row: Any) -> None:
+    def _copy_checkpoint(self, row: Any) -> None:
         folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)
         if not self._is_there(folder / file_manifest.MANIFEST, row.manifest_sha256):
             self._remote.send(folder, row.manifest_sha256, lambda: None)
         now = func.clock_timestamp()
-        self._do(update(Checkpoint).where(Checkpoint.id == row.id).values(replica_started_at=now, replicated_at=now))
+        self._execute(
+            update(Checkpoint).where(Checkpoint.id == row.id).values(replica_started_at=now, replicated_at=now)
+        )
 
-    def _attempt(self, row: Any) -> None:
+    def _copy_attempt(self, row: Any) -> None:
         attempt = (row.run_id, row.attempt)
         hashes = {}
         output, manifest = self._storage.output_dir(*attempt), self._storage.output_manifest(*attempt)
@@ -112,7 +116,7 @@ class StorageCopy:
             hashes["records_sha256"] = self._remote.send_described(folder, manifest, is_record, {}, lambda: None)
         if hashes:
             this = (Attempt.run_id == row.run_id) & (Attempt.attempt == row.attempt)
-            self._do(update(Attempt).where(this).values(**hashes))
+            self._execute(update(Attempt).where(this).values(**hashes))
 
     def _is_there(self, manifest: Path, sha256: str | None) -> bool:
         """Return True if the store has this manifest, which is sent last, so that its files are there too."""
@@ -122,16 +126,16 @@ class StorageCopy:
             return False
         return hashlib.sha256(content).hexdigest() == sha256
 
-    def _rows(self, statement: Executable) -> list[Any]:
+    def _fetch_rows(self, statement: Executable) -> list[Any]:
         with self._engine.connect() as connection:
             return list(connection.execute(statement).all())
 
-    def _do(self, statement: Executable) -> None:
+    def _execute(self, statement: Executable) -> None:
         with self._engine.begin() as connection:
             connection.execute(statement)
 
 
-def _verified(path: Path, sha256: str) -> Iterator[bytes]:
+def _verified_chunks(path: Path, sha256: str) -> Iterator[bytes]:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
@@ -150,7 +154,7 @@ def main() -> int:
             raise SetupError(f"ANNEAL_STORAGE is {settings.storage_url}: run this with the folder that it had before.")
         engine = sync_engine(settings.database_url or "", pool_size=0, name="anneal-copy")
         copy = StorageCopy(settings, engine, sys.argv[1])
-        copy.all()
+        copy.copy_everything()
     except (SetupError, StoreUnavailable) as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201
         return 1

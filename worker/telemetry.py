@@ -64,47 +64,47 @@ class TelemetrySampler:
         if not any(gpu.kind == "cuda" for gpu in self._gpus):
             log.info("no GPU on this machine, or no driver: there is no device telemetry")
             return
-        threading.Thread(target=self._run, name="telemetry", daemon=True).start()
+        threading.Thread(target=self._run_sampler, name="telemetry", daemon=True).start()
 
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
 
-    def newest(self, index: int) -> Report | None:
+    def newest_report(self, index: int) -> Report | None:
         """Return the newest report of a device; None before the first."""
         return self._reports.get(index)
 
-    def tick(self, nvml: Any) -> None:
+    def take_samples(self, nvml: Any) -> None:
         """Take a sample of each GPU, and make a report once there are enough."""
         for gpu in self._gpus:
             self._samples[gpu.index].append(take_sample(nvml, gpu))
         if all(len(samples) >= SAMPLES for samples in self._samples.values()):
-            self._report()
+            self._report_samples()
 
-    def _run(self) -> None:
+    def _run_sampler(self) -> None:
         # Opened once: to open NVML takes longer than to sample. It holds no CUDA context.
-        with devices.nvml() as nvml:
+        with devices.open_nvml() as nvml:
             if nvml is None:
                 return
             due = time.monotonic()
             while not self._ended.wait(max(due - time.monotonic(), 0.0)):
                 due = max(due + 1.0, time.monotonic())
                 try:
-                    self.tick(nvml)
+                    self.take_samples(nvml)
                 except Exception:  # telemetry must not end with the first surprise of a driver
                     log.exception("device telemetry failed")
 
-    def _report(self) -> None:
+    def _report_samples(self) -> None:
         now = time.monotonic()
-        made = {}
+        reports = {}
         for index, samples in self._samples.items():
-            made[index] = Report(self._began, time.time(), summarize(samples, now - self._began))
+            reports[index] = Report(self._began, time.time(), summarize(samples, now - self._began))
             self._samples[index] = []
         self._began = now
-        self._reports = made
+        self._reports = reports
         try:
             with self._engine.begin() as connection:
-                for index, report in made.items():
+                for index, report in reports.items():
                     shown = {
                         "at": format_timestamp(datetime.fromtimestamp(report.at, UTC)),
                         **report.telemetry.model_dump(),
@@ -124,9 +124,9 @@ class DeviceFeed:
         self._began = time.monotonic()
         self._last: Report | None = None
 
-    def look(self) -> None:
+    def put_new_report(self) -> None:
         """Put an event if there is a new report that covers only time of this run; may be called at any rate."""
-        report = self._sampler.newest(self._device.index)
+        report = self._sampler.newest_report(self._device.index)
         if report is None or report is self._last or report.began < self._began:
             return
         self._last = report
@@ -137,7 +137,7 @@ class DeviceFeed:
 def take_sample(nvml: Any, gpu: Device) -> Sample:
     """Read what the driver reports of a GPU now."""
 
-    def read(get: Callable[[Any], float]) -> float | None:
+    def read_value(get: Callable[[Any], float]) -> float | None:
         try:
             return get(handle)
         except nvml.NVMLError:  # not supported by this GPU, or the GPU is lost
@@ -148,41 +148,43 @@ def take_sample(nvml: Any, gpu: Device) -> Sample:
     except nvml.NVMLError:
         return Sample()
     uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    memory = read(lambda it: nvml.nvmlDeviceGetMemoryInfo(it).used)
-    power = read(nvml.nvmlDeviceGetPowerUsage)  # in milliwatts
+    memory = read_value(lambda it: nvml.nvmlDeviceGetMemoryInfo(it).used)
+    power = read_value(nvml.nvmlDeviceGetPowerUsage)  # in milliwatts
     return Sample(
-        utilization_percent=_whole(read(lambda it: nvml.nvmlDeviceGetUtilizationRates(it).gpu)),
+        utilization_percent=_to_int(read_value(lambda it: nvml.nvmlDeviceGetUtilizationRates(it).gpu)),
         memory_mb=None if memory is None else int(memory) // 2**20,
-        temperature_celsius=_whole(read(lambda it: nvml.nvmlDeviceGetTemperatureV(it, nvml.NVML_TEMPERATURE_GPU))),
+        temperature_celsius=_to_int(
+            read_value(lambda it: nvml.nvmlDeviceGetTemperatureV(it, nvml.NVML_TEMPERATURE_GPU))
+        ),
         power_watts=None if power is None else power / 1000,
-        sm_clock_mhz=_whole(read(lambda it: nvml.nvmlDeviceGetClockInfo(it, nvml.NVML_CLOCK_SM))),
-        ecc_uncorrected=_whole(read(lambda it: nvml.nvmlDeviceGetTotalEccErrors(it, uncorrected, volatile))),
+        sm_clock_mhz=_to_int(read_value(lambda it: nvml.nvmlDeviceGetClockInfo(it, nvml.NVML_CLOCK_SM))),
+        ecc_uncorrected=_to_int(read_value(lambda it: nvml.nvmlDeviceGetTotalEccErrors(it, uncorrected, volatile))),
     )
 
 
 def summarize(samples: Sequence[Sample], seconds: float) -> DeviceTelemetry:
     """Return means of rates, and peaks of memory, temperature and errors."""
 
-    def known(name: str) -> list[float]:
+    def known_values(name: str) -> list[float]:
         return [value for sample in samples if (value := getattr(sample, name)) is not None]
 
-    def mean(name: str) -> float | None:
-        values = known(name)
+    def mean_of(name: str) -> float | None:
+        values = known_values(name)
         return round(sum(values) / len(values), 1) if values else None
 
-    def peak(name: str) -> int | None:
-        return _whole(max(known(name), default=None))
+    def peak_of(name: str) -> int | None:
+        return _to_int(max(known_values(name), default=None))
 
     return DeviceTelemetry(
         seconds=round(seconds, 1),
-        utilization_percent=mean("utilization_percent"),
-        memory_mb=peak("memory_mb"),
-        temperature_celsius=peak("temperature_celsius"),
-        power_watts=mean("power_watts"),
-        sm_clock_mhz=mean("sm_clock_mhz"),
-        ecc_uncorrected=peak("ecc_uncorrected"),
+        utilization_percent=mean_of("utilization_percent"),
+        memory_mb=peak_of("memory_mb"),
+        temperature_celsius=peak_of("temperature_celsius"),
+        power_watts=mean_of("power_watts"),
+        sm_clock_mhz=mean_of("sm_clock_mhz"),
+        ecc_uncorrected=peak_of("ecc_uncorrected"),
     )
 
 
-def _whole(value: float | None) -> int | None:
+def _to_int(value: float | None) -> int | None:
     return None if value is None else int(value)

@@ -28,7 +28,7 @@ class Check:
     @property
     def device(self) -> Device:
         """First GPU, or the CPU."""
-        gpus = devices.gpus()
+        gpus = devices.list_gpus()
         return gpus[0] if gpus else Device("cpu", 0, "cpu-0", "", 0)
 
     @property

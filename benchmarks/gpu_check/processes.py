@@ -84,7 +84,7 @@ def prepare(modules: Sequence[str] = PRELOADED) -> None:
     """Import modules, so that forks have them; choose new interpreters where a fork cannot use the device."""
     global _context
     try:
-        zygote.preload(modules)
+        zygote.preload_modules(modules)
         if devices.has_gpu() and modules:
             probe = _context.Process(target=_touch_device)
             probe.start()
@@ -108,6 +108,6 @@ def _enter(function: Callable[..., int | None], arguments: tuple[Any, ...], fold
         file = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         os.dup2(file, descriptor)
     if devices.has_gpu():
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices.gpus()[0].id
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.list_gpus()[0].id
     os.chdir(folder)
     sys.exit(function(*arguments) or 0)

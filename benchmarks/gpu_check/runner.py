@@ -83,7 +83,7 @@ class Runner:
         preloaded: Sequence[str] = processes.PRELOADED,
     ) -> None:
         output.mkdir(parents=True, exist_ok=True)
-        gpus = devices.gpus()
+        gpus = devices.list_gpus()
         factor = 1 if gpus else CPU_FACTOR
         self.report = Report(
             date=datetime.now(UTC).isoformat(timespec="seconds"), commit=commit or _commit(),

@@ -158,7 +158,7 @@ def note_lives(folder: Path) -> None:
     """
     from worker.process import child
 
-    prepare = child._prepare
+    prepare = child._prepare_process
 
     def prepare_and_note(start: child.LaunchSpec, *rest: Any) -> None:
         prepare(start, *rest)
@@ -170,7 +170,7 @@ def note_lives(folder: Path) -> None:
                 with (folder / "overlaps").open("a") as file:
                     file.write(f"process {os.getpid()} of attempt {attempt} began while {path.name} was alive\n")
 
-    child._prepare = prepare_and_note
+    child._prepare_process = prepare_and_note
 
 
 def hold(path: Path) -> None:

@@ -273,7 +273,7 @@ class TestDrain:
             closing = type("", (), {"is_set": lambda self: True})()
 
         app: Celery = celery_app(stack.settings.redis_url or "")
-        celery_worker.register(app, Draining())  # type: ignore[arg-type]
+        celery_worker.register_task(app, Draining())  # type: ignore[arg-type]
         with stack.redis() as redis:
             before = redis.llen(QUEUE)
             app.tasks[TASK]()

@@ -198,7 +198,7 @@ class TestPostmortem:
         }  # fmt: skip
         seen = []
         while repair := auto_repair.propose_repair(config, "training", "out_of_memory", None):
-            config, _ = auto_repair.apply(config, [repair])
+            config, _ = auto_repair.apply_repairs(config, [repair])
             seen.append(config["batch_size"])
             assert config["batch_size"] * config["gradient_accumulation_steps"] == 24
         assert all(later <= before for before, later in pairwise(seen)) and seen[-2:] == [1, 1]
@@ -215,7 +215,7 @@ class TestPostmortem:
         assert cause.advice is not None and "2 at a time" in cause.advice
         seen = []
         while repair := auto_repair.propose_repair(config, "training", "out_of_memory", None):
-            config, _ = auto_repair.apply(config, [repair])
+            config, _ = auto_repair.apply_repairs(config, [repair])
             seen.append((config["batch_size"], config["gradient_checkpointing"]))
         assert seen == [(3, False), (3, True)]
         short = probable_cause("out_of_memory", None, FailureReport(phase="training"), {**config, "batch_size": 2})

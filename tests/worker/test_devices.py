@@ -18,9 +18,9 @@ from worker import devices
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing remembered from another machine, nor for the next."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    devices.gpus.cache_clear()
+    devices.list_gpus.cache_clear()
     yield
-    devices.gpus.cache_clear()
+    devices.list_gpus.cache_clear()
 
 
 class Driver:
@@ -97,7 +97,7 @@ class TestCpu:
         install(monkeypatch, 0, broken=True)
 
     def test_a_machine_without_gpus_has_one_slot(self, tmp_path: Path) -> None:
-        machine = devices.find(Settings(home=tmp_path))
+        machine = devices.find_machine(Settings(home=tmp_path))
         assert machine.slots == 1
         (cpu,) = machine.devices
         assert cpu.for_job() == AssignedDevice("cpu", 0, "cpu-0")
@@ -105,7 +105,7 @@ class TestCpu:
         assert cpu.memory_bytes == machine.memory_bytes
 
     def test_slots_can_be_set_and_share_the_memory(self, tmp_path: Path) -> None:
-        machine = devices.find(Settings(home=tmp_path, slots=4))
+        machine = devices.find_machine(Settings(home=tmp_path, slots=4))
         assert [device.id for device in machine.devices] == ["cpu-0", "cpu-1", "cpu-2", "cpu-3"]
         assert sum(device.memory_bytes for device in machine.devices) <= machine.memory_bytes
 
@@ -115,13 +115,13 @@ class TestCpu:
 
     def test_there_is_no_capability_without_a_gpu(self) -> None:
         with pytest.raises(IndexError):
-            devices.capability(0)
+            devices.compute_capability(0)
 
 
 class TestGpu:
     def test_every_gpu_is_a_slot(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         driver = install(monkeypatch, 2)
-        machine = devices.find(Settings(home=tmp_path))
+        machine = devices.find_machine(Settings(home=tmp_path))
         assert [device.for_job() for device in machine.devices] == [
             AssignedDevice("cuda", 0, "GPU-0abc"),
             AssignedDevice("cuda", 1, "GPU-1abc"),
@@ -132,13 +132,13 @@ class TestGpu:
 
     def test_fewer_slots_take_the_first_gpus(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         install(monkeypatch, 2)
-        machine = devices.find(Settings(home=tmp_path, slots=1))
+        machine = devices.find_machine(Settings(home=tmp_path, slots=1))
         assert [device.index for device in machine.devices] == [0]
 
     def test_more_slots_than_gpus_are_refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         install(monkeypatch, 2)
         with pytest.raises(ValueError, match="ANNEAL_SLOTS=3"):
-            devices.find(Settings(home=tmp_path, slots=3))
+            devices.find_machine(Settings(home=tmp_path, slots=3))
 
     @pytest.mark.parametrize(
         ("visible", "found"),
@@ -149,11 +149,11 @@ class TestGpu:
     ) -> None:
         install(monkeypatch, 3)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.index for gpu in devices.gpus()] == found
+        assert [gpu.index for gpu in devices.list_gpus()] == found
 
     def test_the_capability_is_that_of_the_visible_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, 1)
-        assert devices.capability(0) == (9, 0)
+        assert devices.compute_capability(0) == (9, 0)
 
 
 class TestMig:
@@ -169,7 +169,7 @@ class TestMig:
     def test_each_instance_is_a_device_with_its_uuid_memory_and_a_number_of_its_own(
         self, driver: Driver, tmp_path: Path
     ) -> None:
-        machine = devices.find(Settings(home=tmp_path))
+        machine = devices.find_machine(Settings(home=tmp_path))
         assert [device.for_job() for device in machine.devices] == [
             AssignedDevice("cuda", 0, "GPU-0abc"),
             AssignedDevice("cuda", 1, "MIG-aa11"),
@@ -178,7 +178,7 @@ class TestMig:
         ]
         instance = machine.devices[1]
         assert (instance.name, instance.capability) == ("NVIDIA H100 MIG 1g.10gb", (9, 0))
-        assert (instance.memory_bytes, devices.memory(instance)) == (10 << 30, (1 << 30, 9 << 30))
+        assert (instance.memory_bytes, devices.memory_use(instance)) == (10 << 30, (1 << 30, 9 << 30))
         assert driver.open == 0
 
     @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ class TestMig:
         visible: str, found: list[str], warned: str,
     ) -> None:  # fmt: skip
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.id for gpu in devices.gpus()] == found
+        assert [gpu.id for gpu in devices.list_gpus()] == found
         assert (warned in caplog.text) if warned else not caplog.records
 
     def test_a_partitioned_gpu_without_an_instance_is_no_device_and_the_log_says_so(
         self, driver: Driver, caplog: pytest.LogCaptureFixture
     ) -> None:
         driver.partitioned = {1: {}}
-        assert [(gpu.index, gpu.id) for gpu in devices.gpus()] == [(0, "GPU-0abc"), (1, "GPU-2abc")]
+        assert [(gpu.index, gpu.id) for gpu in devices.list_gpus()] == [(0, "GPU-0abc"), (1, "GPU-2abc")]
         assert "GPU 1 (GPU-1abc) has MIG enabled and no instance" in caplog.text
 
 

@@ -78,13 +78,13 @@ def test_a_job_without_a_place_ends_after_an_hour(driver: Driver, monkeypatch: p
 def test_a_worker_that_is_not_started_ends_the_job(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_node, "_START_SECONDS", 0.0)
     with pytest.raises(TryLater, match="started no worker"):
-        driver._train(_Ray(looks=1000), argparse.Namespace(start=_Call()))
+        driver._train_run(_Ray(looks=1000), argparse.Namespace(start=_Call()))
 
 
 def test_a_stop_is_handled_in_every_wait(driver: Driver) -> None:
     driver.request_stop()
     assert not driver._is_placed(_Ray(looks=1000), _Call())
-    driver._train(_Ray(looks=1000), argparse.Namespace(start=_Call()))  # which would ask the worker for its end
+    driver._train_run(_Ray(looks=1000), argparse.Namespace(start=_Call()))  # which would ask the worker for its end
 
 
 def test_a_full_disk_of_its_log_never_makes_the_worker_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_full_disk_of_its_log_never_makes_the_worker_wait(monkeypatch: pytest.
     bundle = Bundle()
     prints = "print('x' * 1_000_000)\nprint('the last line')"
     with subprocess.Popen([sys.executable, "-c", prints], stdout=subprocess.PIPE) as bundle._worker:
-        bundle._reader = threading.Thread(target=bundle._copy, args=[bundle._worker.stdout], daemon=True)
+        bundle._reader = threading.Thread(target=bundle._copy_output, args=[bundle._worker.stdout], daemon=True)
         bundle._reader.start()
         ended = bundle.wait(30)
         bundle._worker.kill()

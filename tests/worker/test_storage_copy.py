@@ -50,7 +50,7 @@ class Service:
 
     def copied(self) -> StorageCopy:
         copy = StorageCopy(self.settings, self.engine, self.url)
-        copy.all()
+        copy.copy_everything()
         return copy
 
 
@@ -105,7 +105,7 @@ def test_each_host_with_a_storage_of_its_own_adds_what_the_store_lacks_and_chang
     assert copy.copied["checkpoints"] == 1 and copy.missing == [other.id]
     stored = {path: path.read_bytes() for path in share.rglob("*") if path.is_file()}
     copy = StorageCopy(second, service.engine, service.url)
-    copy.all()
+    copy.copy_everything()
     assert copy.copied["checkpoints"] == 2 and copy.missing == []
     added = {path for path in share.rglob("*") if path.is_file()} - stored.keys()
     assert {path.parent.name for path in added} == {"checkpoint-10"}

@@ -80,9 +80,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def sample(sampler: TelemetrySampler, times: int = SAMPLES) -> None:
-    with devices.nvml() as nvml:
+    with devices.open_nvml() as nvml:
         for _ in range(times):
-            sampler.tick(nvml)
+            sampler.take_samples(nvml)
 
 
 def test_ten_samples_make_one_report_for_workers_prometheus_and_the_run(
@@ -94,15 +94,15 @@ def test_ten_samples_make_one_report_for_workers_prometheus_and_the_run(
     sampler = TelemetrySampler(worker, [GPU], engine)
     early = DeviceFeed(sampler, GPU, put.append)
     sample(sampler, SAMPLES - 1)
-    early.look()
-    assert sampler.newest(0) is None and put == []
+    early.put_new_report()
+    assert sampler.newest_report(0) is None and put == []
     sample(sampler, 1)
-    early.look()
+    early.put_new_report()
     assert put == [], "the first report covers time before the run"
     driver.time = 0
     sample(sampler)
     for _ in range(3):
-        early.look()
+        early.put_new_report()
     trainer.store(put)
     (event,) = (one for one in events_of(engine, run) if one.type == "device")
     parsed = DeviceEvent(type="device", run_id=run, seq=event.seq, **event.data)
@@ -119,11 +119,11 @@ def test_what_a_gpu_does_not_report_is_null_and_a_lost_gpu_has_no_figures(engine
     sampler = TelemetrySampler(add_worker(engine, kind="cuda"), [GPU], engine)
     driver.has_ecc = False
     sample(sampler)
-    report = sampler.newest(0)
+    report = sampler.newest_report(0)
     assert report is not None and report.telemetry.model_dump(exclude={"seconds"}) == {**SHOWN, "ecc_uncorrected": None}
     driver.lost = True
     sample(sampler)
-    report = sampler.newest(0)
+    report = sampler.newest_report(0)
     assert report is not None and report.telemetry.model_dump(exclude={"seconds"}) == dict.fromkeys(SHOWN)
 
 

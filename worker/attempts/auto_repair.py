@@ -36,22 +36,22 @@ def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> R
     good = list(connection.execute(_checkpoints_before(run, repair.step)).all())
     if not good:
         start = "the checkpoint that the run was resumed from" if run.resume_checkpoint_id else "the start"
-        return repair.model_copy(update={"reason": _reason(repair, start)})
+        return repair.model_copy(update={"reason": _rewind_reason(repair, start)})
     here, *before = good
     if not (before and not here.pinned and not repair.singled_out and _started_at_rewind(connection, run, here)):
         return repair.model_copy(
-            update={"reason": _reason(repair, f"the checkpoint of step {here.step}"), "back_to": here.id}
+            update={"reason": _rewind_reason(repair, f"the checkpoint of step {here.step}"), "back_to": here.id}
         )
     why = f"anomalies occurred twice after that of step {here.step}, and no row was singled out"
-    reason = _reason(repair, f"the checkpoint of step {before[0].step} ({why})")
+    reason = _rewind_reason(repair, f"the checkpoint of step {before[0].step} ({why})")
     return repair.model_copy(update={"reason": reason, "back_to": before[0].id, "corrupt_checkpoint": here.id})
 
 
 def _checkpoints_before(run: ClaimedRun, step: int) -> Executable:
     """Select the two latest checkpoints before this step: the attempt's own, or those that it may have started from."""
     columns = (Checkpoint.id, Checkpoint.step, Checkpoint.pinned)
-    found: Executable = retention.select_restorable(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
-    return found
+    statement: Executable = retention.select_restorable(run.id, below_step=step).with_only_columns(*columns).limit(2)  # type: ignore[attr-defined]
+    return statement
 
 
 def _started_at_rewind(connection: Connection, run: ClaimedRun, checkpoint: Any) -> bool:
@@ -68,38 +68,38 @@ def _started_at_rewind(connection: Connection, run: ClaimedRun, checkpoint: Any)
     return bool(connection.scalar(select(exists().where(*this, before))))
 
 
-def _reason(repair: Repair, where: str) -> str:
+def _rewind_reason(repair: Repair, where: str) -> str:
     return f"{repair.reason}: back to {where}, skipping that step"
 
 
-def remember(connection: Connection, run: ClaimedRun, repair: Repair) -> None:
+def mark_checkpoint_corrupt(connection: Connection, run: ClaimedRun, repair: Repair) -> None:
     """Mark the checkpoint that a repair (as `resolve_repair`) names as corrupt, so that no run resumes from it."""
     if repair.corrupt_checkpoint:
         why = "anomalies occurred twice after it, without another checkpoint in between, and no row was singled out"
         connection.execute(retention.mark_corrupt(repair.corrupt_checkpoint, why, run.id, run.lease_epoch))
 
 
-def propose_repair(config: Mapping[str, Any], phase: str, code: str, found: RepairProposal | None) -> Repair | None:
+def propose_repair(config: Mapping[str, Any], phase: str, code: str, proposal: RepairProposal | None) -> Repair | None:
     """Return a repair for a run that failed with `code`; None if there is none, or repairs are disabled.
 
     `config` is what the attempt actually used, `found` what the trainer itself proposes.
     """
-    if found is not None:
-        step = found["step"]
-        found_text = "the loss spiked" if found["kind"] == "loss_spike" else "loss or gradients were non-finite"
+    if proposal is not None:
+        step = proposal["step"]
+        anomaly = "the loss spiked" if proposal["kind"] == "loss_spike" else "loss or gradients were non-finite"
         return Repair(
-            kind=found["kind"],
-            reason=f"{found_text} at step {step}",
+            kind=proposal["kind"],
+            reason=f"{anomaly} at step {step}",
             step=step,
-            rows=found["rows"],
-            singled_out=found["singled_out"],
+            rows=proposal["rows"],
+            singled_out=proposal["singled_out"],
         )
     if code != OUT_OF_MEMORY or config.get("on_out_of_memory") != "repair":
         return None
-    smaller = _smaller(config, phase)
-    if smaller is None:
+    saving = _memory_saving_changes(config, phase)
+    if saving is None:
         return None
-    changes, instead_of = smaller
+    changes, instead_of = saving
     changed = ", ".join(f"{name} {value} instead of {instead_of[name]}" for name, value in changes.items())
     reason = f"out of memory while {phase}: {changed}"
     return Repair(kind=OUT_OF_MEMORY, reason=reason, changes=changes, instead_of=instead_of)
@@ -115,7 +115,7 @@ def previous_repairs(connection: Connection, run_id: str) -> list[Repair]:
     return [Repair.model_validate(row.report["repair"]) for row in rows if row.report.get("repair")]
 
 
-def apply(config: Mapping[str, Any], repairs: Sequence[Repair]) -> tuple[dict[str, Any], set[str]]:
+def apply_repairs(config: Mapping[str, Any], repairs: Sequence[Repair]) -> tuple[dict[str, Any], set[str]]:
     """Return the repaired configuration and the names of the changed fields."""
     repaired, names = dict(config), set()
     for name, value in (change for one in repairs for change in one.changes.items()):
@@ -128,7 +128,7 @@ def apply(config: Mapping[str, Any], repairs: Sequence[Repair]) -> tuple[dict[st
     return repaired, names
 
 
-def _smaller(config: Mapping[str, Any], phase: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _memory_saving_changes(config: Mapping[str, Any], phase: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return changes that train the same with less memory, and the previous values; None if there are none."""
     batch = int(config["batch_size"])
     if phase == "evaluating":

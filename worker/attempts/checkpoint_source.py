@@ -30,7 +30,7 @@ class CheckpointSource:
     def __init__(self, context: WorkerContext, run: ClaimedRun, control: RestoreControl) -> None:
         self._context, self._run, self._control = context, run, control
 
-    def place(self, checkpoint: Any) -> Path:
+    def folder_of(self, checkpoint: Any) -> Path:
         """Return the folder of a checkpoint in this worker's storage."""
         return self._context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
 
@@ -45,7 +45,7 @@ class CheckpointSource:
             TimeoutError: The preparation takes too long.
             OSError: This worker's own storage cannot be read, cannot take it or has no space for it.
         """
-        place, check = self.place(checkpoint), self._control.check
+        place, check = self.folder_of(checkpoint), self._control.check
         with ExitStack() as held:
             if (copy := self._context.working_copy) is not None:
                 copy.use(self._run.id, place.parent, check)
@@ -67,7 +67,7 @@ class CheckpointSource:
         in_engine: Any = None
         out_of_reach: str | None = None
         is_refused = False
-        for checkpoint in self._candidates():
+        for checkpoint in self._resume_candidates():
             if self._is_in_engine(checkpoint):
                 in_engine = in_engine or checkpoint
                 continue
@@ -103,7 +103,7 @@ class CheckpointSource:
             JobError: It no longer exists, or is not reachable now.
         """
         query = select(Checkpoint.__table__).where(Checkpoint.id == self._run.resume_checkpoint_id)
-        checkpoint = self._rows(query)[0]
+        checkpoint = self._fetch_rows(query)[0]
         is_export = self._run.task == RunTask.export
         why = "it was deleted" if checkpoint.deleted_at else checkpoint.bad_reason
         if why is None:
@@ -130,7 +130,7 @@ class CheckpointSource:
         method = method_of(self._run.config)
         evaluated = [
             (method.to_score(metric), checkpoint.step, checkpoint)
-            for checkpoint in self._candidates()
+            for checkpoint in self._resume_candidates()
             if isinstance(metric := checkpoint.metrics.get(method.eval_metric), int | float)
         ]
         if not evaluated:
@@ -146,13 +146,13 @@ class CheckpointSource:
                     raise error
                 # After hours the run goes on, and exports the last weights with a warning.
         return EvaluatedCheckpoint(
-            path=self.place(best), step=step, manifest_sha256=best.manifest_sha256, metric=method.to_score(score)
+            path=self.folder_of(best), step=step, manifest_sha256=best.manifest_sha256, metric=method.to_score(score)
         )
 
     def _is_in_engine(self, checkpoint: Any) -> bool:
         """Return True if the trainer fetches a checkpoint from the engine that the run's configuration names."""
         is_elsewhere = has_replicas(self._run.config) and checkpoint.replicated_at is None
-        return is_elsewhere and not self.place(checkpoint).exists()
+        return is_elsewhere and not self.folder_of(checkpoint).exists()
 
     def _mark_if_corrupt(self, checkpoint: Any, obtained: RestoreResult) -> None:
         if obtained.outcome is RestoreOutcome.BAD:
@@ -160,25 +160,25 @@ class CheckpointSource:
             with self._context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, obtained.why, run.id, run.lease_epoch))
 
-    def _candidates(self) -> Iterator[Any]:
+    def _resume_candidates(self) -> Iterator[Any]:
         """Yield this run's checkpoints, then the one it was created to resume and those before it, of all ancestors.
 
         Each query ends before its rows are verified: reading gigabytes must not keep a transaction open.
         """
         table = Checkpoint.__table__
-        yield from self._rows(retention.select_restorable(self._run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
+        yield from self._fetch_rows(retention.select_restorable(self._run.id).with_only_columns(*table.c))  # type: ignore[attr-defined]
         resumes = self._run.resume_checkpoint_id
         while resumes:
-            chosen = next(iter(self._rows(select(table).where(table.c.id == resumes))), None)
+            chosen = next(iter(self._fetch_rows(select(table).where(table.c.id == resumes))), None)
             if chosen is None:
                 return
             if chosen.deleted_at is None and chosen.bad_reason is None:
                 yield chosen
             earlier = retention.select_restorable(chosen.run_id, below_step=chosen.step)
-            yield from self._rows(earlier.with_only_columns(*table.c))  # type: ignore[attr-defined]
-            parent = self._rows(select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
+            yield from self._fetch_rows(earlier.with_only_columns(*table.c))  # type: ignore[attr-defined]
+            parent = self._fetch_rows(select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
             resumes = parent[0].resume_checkpoint_id if parent else None
 
-    def _rows(self, statement: Executable) -> Sequence[Any]:
+    def _fetch_rows(self, statement: Executable) -> Sequence[Any]:
         with self._context.engine.connect() as connection:
             return connection.execute(statement).all()

@@ -13,7 +13,7 @@ from app.runs.events.log import NewEvent
 from app.runs.state import machine
 from app.tables.runs import Attempt, Run
 from worker.attempts.job_error import STORAGE_UNAVAILABLE
-from worker.attempts.outcome import could_not_start
+from worker.attempts.outcome import failed_start_transition
 from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
@@ -32,7 +32,7 @@ _KEPT = (
 )
 
 
-def deliver(
+def deliver_output(
     context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter, ending: Executable, *, has_output: bool
 ) -> Executable:
     """Send what the attempt has written; return `ending`, or what follows if the output cannot be sent.
@@ -47,10 +47,10 @@ def deliver(
     remote = context.working_copy.remote
     delivery = _Delivery(context, remote, run, lease, writer)
     if not has_output:
-        delivery.records_if_possible()
+        delivery.send_records_if_possible()
         return ending
     try:
-        delivery.output()
+        delivery.send_output()
     except TransferCancelled:
         if lease.fenced:
             return ending  # another worker owns the run, so it is not stored
@@ -75,8 +75,8 @@ def deliver(
         return machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)
     except (OSError, ValueError) as error:  # `OutsideStorage` is a ValueError
         log.exception("%s: attempt %d", run.id, run.attempt)
-        return could_not_start(context, run, f"its output cannot be read: {error}")
-    delivery.records_if_possible()
+        return failed_start_transition(context, run, f"its output cannot be read: {error}")
+    delivery.send_records_if_possible()
     return ending
 
 
@@ -91,7 +91,7 @@ class _Delivery:
         self._until = math.inf
         """Monotonic time at which sending ends."""
         self._sent: dict[str, tuple[int, str]] = {}
-        self._pieces = 0
+        self._chunks = 0
         """Pieces that this try has read of the output."""
         self._furthest = (0, 0)
         """Files that were sent, and pieces of the next ones that were read, in the try that came furthest."""
@@ -103,41 +103,41 @@ class _Delivery:
         self._preempted_at = math.inf
         """Monotonic time at which this worker was seen to be asked to make room for another run."""
 
-    def output(self) -> None:
+    def send_output(self) -> None:
         """Send the output, and record it.
 
         Raises:
             StoreUnavailable, TransferCancelled, OSError, ValueError: It is not sent.
         """
-        storage, of = self._context.storage, (self._run.id, self._run.attempt)
-        folder, described = storage.output_dir(*of), storage.output_manifest(*of)
-        sha256 = self._persistently(
+        storage, attempt_key = self._context.storage, (self._run.id, self._run.attempt)
+        folder, described = storage.output_dir(*attempt_key), storage.output_manifest(*attempt_key)
+        sha256 = self._send_with_retries(
             lambda: self._remote.send_described(folder, described, lambda _: True, self._sent, self._on_output)
         )
-        self._record(output_sha256=sha256)
+        self._store_hashes(output_sha256=sha256)
 
-    def records_if_possible(self) -> None:
+    def send_records_if_possible(self) -> None:
         """Send the records once, for the grace period at most; a warning in the run's log says why they were not sent.
 
         A run whose work is discarded needs none.
         """
-        storage, of = self._context.storage, (self._run.id, self._run.attempt)
-        folder, described = storage.attempt_dir(*of), storage.records_manifest(*of)
+        storage, attempt_key = self._context.storage, (self._run.id, self._run.attempt)
+        folder, described = storage.attempt_dir(*attempt_key), storage.records_manifest(*attempt_key)
         if not folder.is_dir() or (self._lease.stop and self._lease.stop.mode == "discard"):
             return
         self._until = time.monotonic() + self._context.settings.save_grace_seconds
         try:
-            sha256 = self._remote.send_described(folder, described, is_record, {}, self._on_piece)
+            sha256 = self._remote.send_described(folder, described, is_record, {}, self._on_chunk)
         except (TransferCancelled, StoreUnavailable, OSError, ValueError) as error:
-            self._log(f"The records of this attempt could not be sent to {self._remote.url}: {error}.", "warning")
+            self._log_line(f"The records of this attempt could not be sent to {self._remote.url}: {error}.", "warning")
         else:
-            self._record(records_sha256=sha256)
+            self._store_hashes(records_sha256=sha256)
 
-    def _persistently(self, send: Callable[[], str]) -> str:
+    def _send_with_retries(self, send: Callable[[], str]) -> str:
         pause = _FIRST_PAUSE_SECONDS
         is_reported = False
         while True:
-            self._pieces = 0
+            self._chunks = 0
             try:
                 sha256 = send()
             except StoreUnavailable as error:
@@ -146,64 +146,64 @@ class _Delivery:
                 if self._lease.stop or left <= 0:
                     raise
                 if not is_reported:
-                    self._log(f"The output cannot be sent to {self._remote.url}: {error}. {_KEPT}", "warning")
+                    self._log_line(f"The output cannot be sent to {self._remote.url}: {error}. {_KEPT}", "warning")
                     is_reported = True
                 pause = min(pause, left)
                 message = f"the storage does not take the output ({error}); next try in {pause:.0f} s"
-                self._progress(f"{message}, for another {left:,.0f} s at most")
+                self._report_progress(f"{message}, for another {left:,.0f} s at most")
             else:
                 if is_reported:
-                    self._log(f"The output was sent to {self._remote.url}.", "info")
+                    self._log_line(f"The output was sent to {self._remote.url}.", "info")
                 return sha256
             until = time.monotonic() + pause
             while time.monotonic() < until and not self._lease.stop:
-                self._check()
+                self._raise_if_cancelled()
                 time.sleep(min(0.1, pause))
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
-    def _check(self) -> None:
+    def _raise_if_cancelled(self) -> None:
         """Raise `TransferCancelled` if another worker owns the run, or a drain's or preemption's grace period is over.
 
         An expired lease is no reason: no trainer is left, and this worker may own the run once the database answers.
         """
         if self._lease.preempted_for:
             self._preempted_at = min(self._preempted_at, time.monotonic())
-        asked_at = min(self._context.drained_at, self._preempted_at)
-        is_over = time.monotonic() > asked_at + self._context.settings.save_grace_seconds
+        requested_at = min(self._context.drained_at, self._preempted_at)
+        is_over = time.monotonic() > requested_at + self._context.settings.save_grace_seconds
         if self._lease.fenced or is_over:
             raise TransferCancelled("the run has another owner, or is to be released")
         if time.monotonic() >= self._until:
             raise TransferCancelled("it took longer than the grace period")
 
     def _on_output(self) -> None:
-        self._pieces += 1
-        reached = (len(self._sent), self._pieces)
+        self._chunks += 1
+        reached = (len(self._sent), self._chunks)
         if reached > self._furthest:
             self._furthest, self._advanced_at = reached, time.monotonic()
-        self._on_piece()
+        self._on_chunk()
 
-    def _on_piece(self) -> None:
-        self._check()
+    def _on_chunk(self) -> None:
+        self._raise_if_cancelled()
         if time.monotonic() - self._noted_at > _NOTE_SECONDS:
             self._noted_at = time.monotonic()
-            self._progress(f"sending the output to {self._remote.url}")
+            self._report_progress(f"sending the output to {self._remote.url}")
 
-    def _progress(self, message: str) -> None:
+    def _report_progress(self, message: str) -> None:
         progress = {"phase": "copying", "done": None, "total": None, "message": message}
-        self._writer.put(NewEvent.from_payload("progress", time.time(), progress))
+        self._writer.enqueue_item(NewEvent.from_payload("progress", time.time(), progress))
 
-    def _log(self, line: str, level: str) -> None:
-        self._writer.put(NewEvent.from_payload("log", time.time(), {"line": line, "stream": "anneal", "level": level}))
+    def _log_line(self, line: str, level: str) -> None:
+        self._writer.enqueue_item(NewEvent.from_payload("log", time.time(), {"line": line, "stream": "anneal", "level": level}))
 
-    def _record(self, **values: str) -> None:
+    def _store_hashes(self, **values: str) -> None:
         """Store the hash of a manifest in the attempt's row, unless another worker owns the run by now."""
         is_ours = exists().where(Run.id == self._run.id, Run.lease_epoch == self._run.lease_epoch)
         of_attempt = and_(Attempt.run_id == self._run.id, Attempt.attempt == self._run.attempt)
         statement = update(Attempt).where(of_attempt, is_ours).values(**values)
 
-        def write() -> None:
+        def update_attempt() -> None:
             with self._context.engine.begin() as connection:
                 connection.execute(statement)
 
         self._writer.wait_past_lease()
-        self._writer.persist(write)
+        self._writer.retry_during_outage(update_attempt)

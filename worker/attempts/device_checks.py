@@ -23,7 +23,7 @@ def wait_for_devices(context: WorkerContext) -> None:
             break
 
 
-def keep_checked(context: WorkerContext) -> None:
+def check_devices_repeatedly(context: WorkerContext) -> None:
     """Check again and again what is checked before a claim, since other workers claim the devices of this one too.
 
     For a thread of its own: a check of shared storage may hang.
@@ -32,7 +32,7 @@ def keep_checked(context: WorkerContext) -> None:
     while not context.closing.is_set():
         try:
             pause_unusable_devices(context)
-            context.note_health(context.health.trouble())
+            context.note_health(context.health.unhealthy_reason())
         except Exception:  # without this thread other workers would claim nothing here again
             log.exception("the check of this worker failed")
         context.closing.wait(context.settings.renew_seconds)
@@ -43,13 +43,13 @@ def pause_unusable_devices(context: WorkerContext) -> None:
 
     While the database is unavailable nothing changes, and nothing is claimed either.
     """
-    found = {device.index: trouble_of(context, device) for device in context.machine.devices}
+    reasons = {device.index: unusable_reason(context, device) for device in context.machine.devices}
     unusable = context.health.unusable
-    if not unusable and not any(found.values()):
+    if not unusable and not any(reasons.values()):
         return
     try:
         with context.engine.begin() as connection:
-            for index, why in found.items():
+            for index, why in reasons.items():
                 if why is None and index in unusable:
                     connection.execute(registry.resume_device(context.id, index))
                     unusable.discard(index)
@@ -63,9 +63,9 @@ def pause_unusable_devices(context: WorkerContext) -> None:
             raise
 
 
-def trouble_of(context: WorkerContext, device: Device) -> str | None:
+def unusable_reason(context: WorkerContext, device: Device) -> str | None:
     """Return a sentence about what would fail a run on an idle device; None if nothing is known."""
     broken = context.launcher.broken.get(device.id)
     if broken is not None:
         return f"a training step failed on it when the worker started, and is tried again when it restarts: {broken}"
-    return devices.occupation(device)
+    return devices.occupation_reason(device)

@@ -45,13 +45,13 @@ def store_failure_report(run: ClaimedRun, report: FailureReport, at: float) -> R
     """Return an update that stores the report with the attempt and, if there is a repair, its event."""
     repair = report.repair
 
-    def keep(connection: Connection) -> None:
+    def store_report(connection: Connection) -> None:
         this = (Attempt.run_id == run.id, Attempt.attempt == run.attempt)
         if connection.scalar(select(Attempt.report.is_not(None)).where(*this)):
             return  # an earlier try was committed, and only its response was lost
         if repair:
-            auto_repair.remember(connection, run, repair)
+            auto_repair.mark_checkpoint_corrupt(connection, run, repair)
         ours = exists().where(Run.id == run.id, Run.lease_epoch == run.lease_epoch)
         connection.execute(update(Attempt).where(*this, ours).values(report=report.model_dump(mode="json")))
 
-    return RunUpdate(keep, NewEvent.from_payload("repair", at, repair.model_dump()) if repair else None)
+    return RunUpdate(store_report, NewEvent.from_payload("repair", at, repair.model_dump()) if repair else None)

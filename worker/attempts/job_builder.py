@@ -75,7 +75,9 @@ class Job:
     """Environment variables for the training process alone; they are written to no file."""
 
 
-def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, restore_control: RestoreControl) -> Job:
+def prepare_job(
+    context: WorkerContext, run: ClaimedRun, device: AssignedDevice, restore_control: RestoreControl
+) -> Job:
     """Resolve dataset, base model and checkpoint of a claimed run and write its job file.
 
     Raises:
@@ -106,10 +108,10 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
         case RunTask.train:
             checkpoint = source.obtain_newest(remarks)
         case RunTask.evaluate:
-            weights = _evaluated(context, run, source, restore_control)
+            weights = _evaluated_weights(context, run, source, restore_control)
         case RunTask.export:
             checkpoint = source.obtain_chosen()
-    config, changed = auto_repair.apply(run.config, repaired)
+    config, changed = auto_repair.apply_repairs(run.config, repaired)
     best_checkpoint = source.obtain_best_evaluated()
     if run.backend != "fake":
         for name in (run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))):
@@ -137,7 +139,7 @@ def prepare(context: WorkerContext, run: ClaimedRun, device: AssignedDevice, res
             attempt_dir=folder,
             token_cache=token_cache_location(context),
             disk_reserve_bytes=context.settings.disk_reserve_bytes,
-            resume_from=_resume(source, checkpoint),
+            resume_from=_resume_point(source, checkpoint),
             best_checkpoint=best_checkpoint,
             weights=weights,
             replayed_actions=[ActionRequest(**one) for one in replayed],
@@ -229,7 +231,7 @@ def token_cache_location(context: WorkerContext) -> TokenCacheLocation | None:
 
 def dataset_source(context: WorkerContext, run: ClaimedRun, dataset_id: str, control: RestoreControl) -> DataSource:
     """Return a dataset of a run, fetched from the object store if there is one."""
-    (row,) = _rows(context.engine, select(Dataset.__table__).where(Dataset.id == dataset_id))
+    (row,) = _fetch_rows(context.engine, select(Dataset.__table__).where(Dataset.id == dataset_id))
     path = context.storage.dataset_file(row.id, row.extension)
     if (copy := context.working_copy) is not None:
         with _store_errors(context, run, f"the file of dataset {row.id}", "bad_data", "upload it again"):
@@ -253,7 +255,7 @@ def tokenizer_source(context: WorkerContext, run: ClaimedRun) -> ModelSource | N
     """Locate the tokenizer of another model; None if the run uses that of its base model."""
     if (name := run.config.get("tokenizer")) is None or run.backend == "fake":
         return None
-    return _located(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
+    return _resolve_model_source(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
 
 
 def reward_model_sources(context: WorkerContext, connection: Connection, run: ClaimedRun) -> list[ModelSource]:
@@ -299,16 +301,16 @@ def fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: Re
     while copy is not None and resolver.is_run(name):
         written_by = and_(Attempt.run_id == Run.id, Attempt.attempt == Run.output_attempt)
         query = select(Run.output_attempt, Run.base_model, Attempt.output_sha256).join(Attempt, written_by)
-        found = next(iter(_rows(context.engine, query.where(Run.id == name))), None)
-        if found is None or found.output_sha256 is None:
+        producer = next(iter(_fetch_rows(context.engine, query.where(Run.id == name))), None)
+        if producer is None or producer.output_sha256 is None:
             return  # the search for the model says what is missing
         with _store_errors(context, run, f"the output of run {name}", "model_not_found", "resume that run"):
-            of = (name, found.output_attempt)
-            output = copy.output(run.id, of, found.output_sha256, context.id, control.check)
+            owner = (name, producer.output_attempt)
+            output = copy.output(run.id, owner, producer.output_sha256, context.id, control.check)
         described = ModelFolder(context.storage, output).read_json("adapter_config.json")
         if described.get("base_model_name_or_path", MERGED_BASE) == MERGED_BASE:
             return
-        name = found.base_model
+        name = producer.base_model
 
 
 def _locate_model(
@@ -327,12 +329,14 @@ def _locate_model(
     if resolver.is_run(name):
         query = select(Run.output_attempt, Run.base_model).where(Run.id == name)
         output_attempt, trained_on = connection.execute(query).one_or_none() or (None, None)
-    model = _located(lambda: resolver.locate_model(context.settings, context.storage, name, output_attempt, revision))
+    model = _resolve_model_source(
+        lambda: resolver.locate_model(context.settings, context.storage, name, output_attempt, revision)
+    )
     base = _base_of_adapter(context, connection, run, model.path, trained_on) if model.path and follow else None
     return model.model_copy(update={"base": base})
 
 
-def _located(locate: Callable[[], resolver.ModelLocation]) -> ModelSource:
+def _resolve_model_source(locate: Callable[[], resolver.ModelLocation]) -> ModelSource:
     try:
         return ModelSource.model_validate(locate())
     except resolver.BaseModelError as error:
@@ -367,31 +371,33 @@ def secrets_of(
     context: WorkerContext, connection: Connection, config: Mapping[str, Any], models: Sequence[ModelSource]
 ) -> dict[str, str]:
     """Return the secrets that this run needs and that are set, by the environment variable that libraries read."""
-    wanted: dict[str, str] = {}
+    variables: dict[str, str] = {}
     # An adapter names its own base model, which may be on the hub.
     is_on_hub = (it.hub or (it.path and (it.path / "adapter_config.json").is_file()) for it in models)
     needs_hub = config.get("push_to_hub") or any(is_on_hub)
     if context.settings.allow_hub and needs_hub:
-        wanted[store.HF_TOKEN] = "HF_TOKEN"
+        variables[store.HF_TOKEN] = "HF_TOKEN"
     for tracker in config.get("report_to", ()):
-        wanted |= _TRACKER_SECRETS.get(tracker, {})
+        variables |= _TRACKER_SECRETS.get(tracker, {})
     try:
         return (
-            {wanted[name]: value for name, value in store.read_secrets(connection, context.settings, wanted).items()}
-            if wanted
+            {variables[name]: value for name, value in store.read_secrets(connection, context.settings, variables).items()}
+            if variables
             else {}
         )
     except KeyringError as error:
         raise JobError("internal", str(error), is_transient=True) from error
 
 
-def _resume(source: CheckpointSource, checkpoint: Any) -> ResumePoint | None:
+def _resume_point(source: CheckpointSource, checkpoint: Any) -> ResumePoint | None:
     if checkpoint is None:
         return None
-    return ResumePoint(path=source.place(checkpoint), step=checkpoint.step, manifest_sha256=checkpoint.manifest_sha256)
+    return ResumePoint(
+        path=source.folder_of(checkpoint), step=checkpoint.step, manifest_sha256=checkpoint.manifest_sha256
+    )
 
 
-def _evaluated(
+def _evaluated_weights(
     context: WorkerContext, run: ClaimedRun, source: CheckpointSource, control: RestoreControl
 ) -> TrainedWeights | None:
     """Return the weights that a run evaluates; None for those of the base model.
@@ -405,12 +411,12 @@ def _evaluated(
         fetch_output(context, run, run.base_run_id, control)
         return _evaluated_output(context, run.base_run_id)
     checkpoint = source.obtain_chosen()
-    return TrainedWeights(path=source.place(checkpoint), step=checkpoint.step, epoch=checkpoint.epoch)
+    return TrainedWeights(path=source.folder_of(checkpoint), step=checkpoint.step, epoch=checkpoint.epoch)
 
 
 def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
     query = select(Run.output_attempt, Run.current_step, Run.current_epoch).where(Run.id == run_id)
-    trained = _rows(context.engine, query)[0]
+    trained = _fetch_rows(context.engine, query)[0]
     place = context.storage.output_dir(run_id, trained.output_attempt)
     if not place.is_dir():
         message = f"the output of run {run_id} is not in this worker's storage ({context.storage.root}); evaluate one "
@@ -421,6 +427,6 @@ def _evaluated_output(context: WorkerContext, run_id: str) -> TrainedWeights:
     return TrainedWeights(path=place, step=step, epoch=trained.current_epoch * step / last)
 
 
-def _rows(engine: Engine, statement: Executable) -> Sequence[Any]:
+def _fetch_rows(engine: Engine, statement: Executable) -> Sequence[Any]:
     with engine.connect() as connection:
         return connection.execute(statement).all()

@@ -43,7 +43,7 @@ class Meeting:
         return host, int(port)
 
 
-def launch(
+def launch_processes(
     context: WorkerContext,
     lease: Lease,
     group: Group,
@@ -72,28 +72,28 @@ def launch(
                 group.job_path,
                 [one.for_job() for one in assigned],
                 [_device_lock(context, device), *([group.lock] if rank == 0 and group.lock else [])],
-                place=_place(context, rank, local_rank, len(assigned), folder, meeting),
+                place=_rank_place(context, rank, local_rank, len(assigned), folder, meeting),
                 renew_until=lambda: lease.kill_at,
                 should_end=is_unwanted,
                 secrets=group.secrets,
             )
             started.append(process)
     except BaseException:
-        _group(started, folder, first_rank).close()
+        _build_group(started, folder, first_rank).close()
         raise
-    processes = _group(started, folder, first_rank)
+    processes = _build_group(started, folder, first_rank)
     lease.guard(processes)
     return processes
 
 
-def _group(started: Sequence[TrainingProcess], folder: Path | None, first_rank: int) -> TrainingGroup:
+def _build_group(started: Sequence[TrainingProcess], folder: Path | None, first_rank: int) -> TrainingGroup:
     group = TrainingGroup(started, first_rank)
     if folder is not None:
         group.at_end(lambda: remove_tree(folder, ignore_errors=True))
     return group
 
 
-def _place(
+def _rank_place(
     context: WorkerContext,
     rank: int,
     local_rank: int,

@@ -36,16 +36,16 @@ class MemoryWatch:
         """Samples of the timeline, oldest first."""
         return [*self._before, *self._latest]
 
-    def look(self, phase: str) -> None:
+    def sample_if_due(self, phase: str) -> None:
         """Take a sample if one is due; may be called at any rate."""
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + _SECONDS_BETWEEN
         # Of several devices, the one with the least free memory.
-        known = [found for device in self._devices if (found := devices.memory(device)) is not None]
-        used, free = min(known, key=lambda one: one[1], default=(None, None))
-        noted = MemoryPoint(
+        known = [memory for device in self._devices if (memory := devices.memory_use(device)) is not None]
+        used, free = min(known, key=lambda used_and_free: used_and_free[1], default=(None, None))
+        sample = MemoryPoint(
             seconds=round(now - self._began, 1),
             phase=phase,
             host_mb=sum(map(process_group.resident_bytes, self._trainers)) // 2**20,
@@ -53,17 +53,17 @@ class MemoryWatch:
             device_mb=None if used is None else used // 2**20,
             device_free_mb=None if free is None else free // 2**20,
         )
-        for name, value in (("host_mb", noted.host_mb), ("device_mb", noted.device_mb)):
+        for name, value in (("host_mb", sample.host_mb), ("device_mb", sample.device_mb)):
             if value is not None:
                 self.peaks[name] = max(self.peaks.get(name, 0), value)
         if len(self._latest) == _LATEST:
-            self._keep(self._latest[0])
-        self._latest.append(noted)
+            self._keep_spaced(self._latest[0])
+        self._latest.append(sample)
 
-    def _keep(self, noted: MemoryPoint) -> None:
-        if self._before and noted.seconds - self._before[-1].seconds < self._spacing:
+    def _keep_spaced(self, sample: MemoryPoint) -> None:
+        if self._before and sample.seconds - self._before[-1].seconds < self._spacing:
             return
-        self._before.append(noted)
+        self._before.append(sample)
         if len(self._before) > _MOST:
             del self._before[1::2]
             self._spacing *= 2

@@ -58,10 +58,10 @@ class Monitor:
         self._device_feeds = device_feeds
         self._members = members
         self._lost_at: float | None = None
-        self._asked_at: float | None = None
+        self._stop_requested_at: float | None = None
         self._grace = 0.0
         self._sent_stop: StopRequest | None = None
-        self._has_asked_for_checkpoint = False
+        self._has_requested_checkpoint = False
         self._sent_actions: set[str] = set()
         """Ids of the actions already sent."""
         self._backpressure_at = time.monotonic()
@@ -73,20 +73,20 @@ class Monitor:
             LeaseFenced: This worker no longer owns the run; the processes have been killed.
         """
         killed_for = None
-        while (ended := self._end()) is None and killed_for is None:
-            self._take()
-            self._memory_watch.look(self._record_handler.phase)
+        while (ended := self._poll_exit()) is None and killed_for is None:
+            self._receive_output()
+            self._memory_watch.sample_if_due(self._record_handler.phase)
             for feed in self._device_feeds:
-                feed.look()
+                feed.put_new_report()
             if self._lease.fenced:
                 self._processes.kill()
                 raise LeaseFenced(self._lease.run_id)
-            self._writer.check()
+            self._writer.raise_if_failed()
             killed_for = self._reason_to_kill()
         hang = self._describe_hang() if killed_for == "hang" else {}
         self._processes.kill()  # also what they left behind in their sessions
         for rank, pieces in self._processes.drain():
-            self._record_handler.take(pieces, rank)
+            self._record_handler.handle_output(pieces, rank)
         if ended is not None and ended.peer_lost and self._members:
             ended = self._wait_for_cause(ended)
         for part in self._lease.ended_parts:
@@ -112,19 +112,19 @@ class Monitor:
         is_known = waiting and not self._record_handler.training_started
         return {"suspended": suspended, "behind": tuple(behind) if is_known else ()}
 
-    def _end(self) -> Exit | None:
+    def _poll_exit(self) -> Exit | None:
         """Return the end of the processes, or of a part on another host that ends them."""
         ended = self._processes.poll()
         if ended is not None and not ended.peer_lost:
             return ended
-        if (cause := self._cause()) is not None or ended is not None:
+        if (cause := self._causing_exit()) is not None or ended is not None:
             return cause or ended
         if not any(part.end is not None and part.end.peer_lost for part in self._lease.ended_parts):
             return None
         self._lost_at = self._lost_at or time.monotonic()
         return Exit(peer_lost=True) if time.monotonic() - self._lost_at > _CAUSE_SECONDS else None
 
-    def _cause(self) -> Exit | None:
+    def _causing_exit(self) -> Exit | None:
         """Return the first end of a part on another host that causes the end of the run."""
         causes = (exit_of(part) for part in self._lease.ended_parts)
         return next((cause for cause in causes if cause is not None), None)
@@ -138,7 +138,7 @@ class Monitor:
             LeaseFenced: This worker no longer owns the run.
         """
         until = time.monotonic() + self._context.settings.lease_seconds
-        while (cause := self._cause()) is None and len(self._lease.ended_parts) < len(self._members):
+        while (cause := self._causing_exit()) is None and len(self._lease.ended_parts) < len(self._members):
             if self._lease.fenced:
                 raise LeaseFenced(self._lease.run_id)
             is_asked = self._lease.stop or self._lease.leaving or self._context.draining.is_set()
@@ -148,14 +148,14 @@ class Monitor:
             time.sleep(min(_LOOK_SECONDS, self._context.settings.renew_seconds))
         return cause or ended
 
-    def _take(self) -> None:
+    def _receive_output(self) -> None:
         if self._writer.is_full or self._record_handler.is_over_budget:
             time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
             self._backpressure_at = time.monotonic()
         else:
             self._processes.wait(_POLL_SECONDS)
             for rank, pieces in self._processes.receive():
-                self._record_handler.take(pieces, rank)
+                self._record_handler.handle_output(pieces, rank)
 
     def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:
@@ -178,15 +178,17 @@ class Monitor:
         grace = _NO_SAVE_GRACE_SECONDS if stop.mode == "discard" else self._context.settings.save_grace_seconds
         grace = grace if stop.grace_seconds is None else stop.grace_seconds
         now = time.monotonic()
-        if self._asked_at is None or grace < self._grace:
-            self._asked_at = now  # a request that keeps less than before gets its own grace period
+        if self._stop_requested_at is None or grace < self._grace:
+            self._stop_requested_at = now  # a request that keeps less than before gets its own grace period
         self._grace = grace
         self._send_stop(stop)
         if not self._record_handler.training_started:
             return stop.why  # nothing to save
-        if now - self._asked_at <= grace:
+        if now - self._stop_requested_at <= grace:
             return None
-        self._record_handler.say(f"the training process did not stop within {grace:.0f} s and was killed", "warning")
+        self._record_handler.log_line(
+            f"the training process did not stop within {grace:.0f} s and was killed", "warning"
+        )
         return stop.why
 
     def _send_requests(self) -> None:
@@ -208,6 +210,6 @@ class Monitor:
     def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
         is_silent = self._lease.silent_seconds >= self._context.settings.save_after_seconds
-        if is_silent and not self._has_asked_for_checkpoint and self._record_handler.training_started:
+        if is_silent and not self._has_requested_checkpoint and self._record_handler.training_started:
             self._processes.send(ControlMessage(checkpoint=True))
-        self._has_asked_for_checkpoint = is_silent
+        self._has_requested_checkpoint = is_silent

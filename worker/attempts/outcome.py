@@ -49,7 +49,7 @@ def needs_failure_report(record_handler: RecordHandler, killed_for: KillReason |
     return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
 
 
-def conclude(
+def conclude_attempt(
     context: WorkerContext,
     run: ClaimedRun,
     lease: Lease,
@@ -71,10 +71,10 @@ def conclude(
     if killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     if killed_for == "hang":
-        return hung(context, run, record_handler, end)
+        return hang_transition(context, run, record_handler, end)
     if result is not None or killed_for or end.signal in _TERMINATION_SIGNALS:
-        return ended_on_request(context, run, lease)
-    return crashed(run, record_handler, end, is_repeated)
+        return requested_end_transition(context, run, lease)
+    return crash_transition(run, record_handler, end, is_repeated)
 
 
 def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
@@ -97,15 +97,15 @@ def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
     hub = result.get("hub")
     if hub and hub.get("url"):
         text += f"; pushed to {hub['url'][:300]}"
-    return machine.complete(run.id, run.lease_epoch, output(run, result), text, end_reason)
+    return machine.complete(run.id, run.lease_epoch, output_attempt(run, result), text, end_reason)
 
 
-def ended_on_request(context: WorkerContext, run: ClaimedRun, lease: Lease) -> Executable:
+def requested_end_transition(context: WorkerContext, run: ClaimedRun, lease: Lease) -> Executable:
     """Return the transition of a run whose trainer ended on request."""
     # A service manager signals worker and trainer at once: the trainer may be gone before the worker handles the
     # signal.
-    is_asked = lease.stop or lease.preempted_for or lease.leaving
-    if not is_asked and not context.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
+    is_requested = lease.stop or lease.preempted_for or lease.leaving
+    if not is_requested and not context.draining.wait(_SHUTDOWN_NOTICE_SECONDS):
         reason = "the training process was asked to end from outside"
         return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
     if lease.stop:
@@ -142,16 +142,16 @@ def exit_of(part: EndedPart) -> Exit | None:
     )
 
 
-def could_not_start(context: WorkerContext, run: ClaimedRun, why: str, code: str = "worker_lost") -> Executable:
+def failed_start_transition(context: WorkerContext, run: ClaimedRun, why: str, code: str = "worker_lost") -> Executable:
     """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
     So it is tried again a limited number of times, for a while preferably by another worker. Then it fails with `code`.
     """
-    context.health.failed(why)
+    context.health.record_failed_start(why)
     return machine.retry(run.id, run.lease_epoch, why, _RETRY_SECONDS, code)
 
 
-def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
+def lease_loss_transition(run: ClaimedRun, lease: Lease) -> Executable:
     """Return the transition of a run whose lease expired; it counts as a loss, which any newer checkpoint clears."""
     if lease.stop:
         return machine.cancel(run.id, run.lease_epoch)
@@ -165,7 +165,7 @@ def lease_lost(run: ClaimedRun, lease: Lease) -> Executable:
     return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hung(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
+def hang_transition(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {context.settings.hang_seconds:.0f} s"
     reason = f"the training process hung during {record_handler.phase} and was killed: {silence}"
@@ -188,8 +188,8 @@ def device_verdicts(
     """
     error = result.get("error")
     if result["outcome"] != "failed":
-        worked = [one for one in assigned if context.health.device_worked(one.index)]
-        return [registry.resume_device(context.id, one.index) for one in worked]
+        working_devices = [one for one in assigned if context.health.device_worked(one.index)]
+        return [registry.resume_device(context.id, one.index) for one in working_devices]
     if error and error["code"] == DEVICE_ERROR and 0 <= failed < len(assigned):
         device = assigned[failed]
         pause = context.health.device_failed(device.index)
@@ -198,7 +198,7 @@ def device_verdicts(
     return []
 
 
-def output(run: ClaimedRun, result: TrainingResult) -> int | None:
+def output_attempt(run: ClaimedRun, result: TrainingResult) -> int | None:
     """Return the attempt whose folder holds the fine-tuned model, if the trainer exported one."""
     return run.attempt if result.get("output") else None
 
@@ -224,7 +224,7 @@ def ended_here_before(connection: Connection, run: ClaimedRun, step: int | None)
     return bool(connection.scalar(select(earlier)))
 
 
-def crashed(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeated: bool) -> Executable:
+def crash_transition(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeated: bool) -> Executable:
     """Return the transition of a run whose trainer ended without a result.
 
     A run whose trainer was ended by a signal is tried again until that is repeated at one step.

@@ -31,7 +31,7 @@ from app.workers import registry
 from worker.attempts import device_checks
 from worker.attempts.job_builder import secrets_of
 from worker.attempts.job_error import JobError
-from worker.attempts.launch import Group, Meeting, launch
+from worker.attempts.launch import Group, Meeting, launch_processes
 from worker.attempts.outcome import device_verdicts
 from worker.attempts.part_job import prepare_part
 from worker.checkpoint_store import cleanup
@@ -71,9 +71,9 @@ class PartSupervisors:
         self._context = context
         self._threads: dict[tuple[str, int], threading.Thread] = {}
 
-    def take(self, found: Sequence[Row[Any]]) -> None:
+    def start_new_parts(self, rows: Sequence[Row[Any]]) -> None:
         """Start to train the parts that are not known yet."""
-        for row in found:
+        for row in rows:
             key = (row.run_id, row.lease_epoch)
             if key not in self._threads:
                 thread = threading.Thread(target=train_part, args=(self._context, row), name=f"part {row.run_id}")
@@ -93,7 +93,7 @@ def train_part(context: WorkerContext, row: Row[Any]) -> None:
     with bound_contextvars(run_id=row.run_id), nullcontext() if copy is None else copy.used_by(row.run_id):
         part = _train_part(context, row)
         if part is not None:
-            part.tidy()
+            part.clean_up_after_attempt()
 
 
 def _train_part(context: WorkerContext, row: Row[Any]) -> "_Part | None":
@@ -114,7 +114,7 @@ def _train_part(context: WorkerContext, row: Row[Any]) -> "_Part | None":
                 f"an internal error of the worker ({type(error).__name__}); an operator finds the cause in its log"
             )
             end = PartEnd(rank=row.first_rank, problem=problem)
-        part.store(end)
+        part.store_end(end)
         log.info("%s: its part has ended", row.run_id)
         return part
 
@@ -147,26 +147,26 @@ class _Part:
         try:
             run, group, secrets = self._prepare_when_available()
             meeting = Meeting(self._lease.meeting, self._row.first_rank, run.devices_needed)
-            processes = launch(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
+            processes = launch_processes(self._context, self._lease, group, self._assigned, self._is_unwanted, meeting)
         except (LaunchAbandoned, TransferCancelled):
             return self._not_started()
         except (JobError, LaunchError, OSError, ValueError) as error:
             problem = error.message if isinstance(error, JobError) else str(error)
-            self._context.health.failed(problem)
-            return self._end(problem=problem)
-        self._context.health.started()
+            self._context.health.record_failed_start(problem)
+            return self._part_end(problem=problem)
+        self._context.health.record_start()
         self._attempt = run.attempt
         with _PartLog(self._context, run) as sink:
             handler = RecordHandler(self._context, run, sink, part_log(self._row.first_rank))
-            handler.hide(secrets.values())
-            self._lease.activity = lambda: _activity(processes, handler)
+            handler.hide_secrets(secrets.values())
+            self._lease.activity = lambda: _part_activity(processes, handler)
             try:
                 with self._network_watch(meeting) as network:
-                    return self._watch(processes, handler, network)
+                    return self._watch_processes(processes, handler, network)
             finally:
                 processes.close()
 
-    def store(self, end: PartEnd) -> None:
+    def store_end(self, end: PartEnd) -> None:
         """Store the end and free the devices, as soon as the database is available; then notify the lead."""
         row = self._row
         outcome = end.model_dump(mode="json")
@@ -186,7 +186,7 @@ class _Part:
                 time.sleep(_RETRY_SECONDS)
         self._context.signal_control(row.run_id)
 
-    def tidy(self) -> None:
+    def clean_up_after_attempt(self) -> None:
         """Remove what the processes have left half written, once the attempt is over: until then its lead may write."""
         row, context = self._row, self._context
         while self._attempt is not None and not context.closing.is_set():
@@ -206,11 +206,11 @@ class _Part:
         """Return the end of the part, and pause the device, if another program took one since the claim."""
         context = self._context
         for local_rank, device in enumerate(self._assigned):
-            if (why := device_checks.trouble_of(context, device)) is not None:
+            if (why := device_checks.unusable_reason(context, device)) is not None:
                 context.health.unusable.add(device.index)
                 self._verdicts = [registry.pause_device(context.id, device.index, why, UNUSABLE_PAUSE_SECONDS)]
                 rank = self._row.first_rank + local_rank
-                return self._end(rank=rank, problem=f"device {device.index} cannot be used: {why}")
+                return self._part_end(rank=rank, problem=f"device {device.index} cannot be used: {why}")
         return None
 
     def _should_end(self) -> bool:
@@ -222,17 +222,21 @@ class _Part:
 
     def _not_started(self) -> PartEnd:
         if self._lease.fenced:
-            return self._end(exit_code=0)
-        return self._end(is_released=True) if self._context.draining.is_set() else self._end(problem=_NOT_RENEWED)
+            return self._part_end(exit_code=0)
+        return (
+            self._part_end(is_released=True)
+            if self._context.draining.is_set()
+            else self._part_end(problem=_NOT_RENEWED)
+        )
 
-    def _end(self, **values: Any) -> PartEnd:
+    def _part_end(self, **values: Any) -> PartEnd:
         return PartEnd(rank=values.pop("rank", self._row.first_rank), **values)
 
     def _prepare_when_available(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
         """Prepare the part, again and again while the database is unavailable and the lease lasts."""
         while True:
             try:
-                return self._prepare()
+                return self._prepare_job()
             except SQLAlchemyError as error:
                 if not is_away(error):
                     raise
@@ -241,7 +245,7 @@ class _Part:
                 raise LaunchAbandoned("no longer wanted")
             time.sleep(_RETRY_SECONDS)
 
-    def _prepare(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
+    def _prepare_job(self) -> tuple[ClaimedRun, Group, dict[str, str]]:
         """Read the job that the lead has written, and check that everything in it is at the same place here.
 
         Raises:
@@ -250,10 +254,10 @@ class _Part:
         """
         row, context = self._row, self._context
         with context.engine.connect() as connection:
-            found = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
-            if found is None:
+            run_row = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
+            if run_row is None:
                 raise LaunchAbandoned("the attempt has ended")
-            run = ClaimedRun.of(found)
+            run = ClaimedRun.from_row(run_row)
             lead_job = connection.scalar(parts.job_of(row.run_id, row.lease_epoch, row.part))
         if lead_job is None:
             path = context.storage.attempt_dir(run.id, run.attempt) / "job.json"
@@ -261,7 +265,7 @@ class _Part:
         else:
             path = prepare_part(context, run, JobSpec.model_validate(lead_job), self._restore_control)
         job = JobSpec.from_file(path)
-        for needed in _paths(job):
+        for needed in _job_paths(job):
             if not needed.exists():
                 raise JobError("internal", _is_not_here(needed), is_transient=True)
         with context.engine.connect() as connection:
@@ -283,7 +287,7 @@ class _Part:
         every = self._context.settings.renew_seconds
         return MeetingWatch((host, port), self._context.group_address or "", every)
 
-    def _watch(self, processes: TrainingGroup, handler: RecordHandler, network: MeetingWatch) -> PartEnd:
+    def _watch_processes(self, processes: TrainingGroup, handler: RecordHandler, network: MeetingWatch) -> PartEnd:
         """Pass the output on until the processes have ended, or must."""
         lease, most = self._lease, self._context.settings.kill_after_seconds
         is_cut = False
@@ -295,31 +299,31 @@ class _Part:
             else:
                 processes.wait(_POLL_SECONDS)
                 for rank, pieces in processes.receive():
-                    handler.take(pieces, rank)
+                    handler.handle_output(pieces, rank)
             if self._context.draining.is_set() and not self._is_leaving:
-                self._leave()
+                self._announce_leaving()
         processes.kill()
         for rank, pieces in processes.drain():
-            handler.take(pieces, rank)
+            handler.handle_output(pieces, rank)
         handler.flush_lines()
         if processes.is_done:
             self._verdicts = device_verdicts(self._context, self._assigned, {"outcome": "completed"}, 0)
-            return self._end(exit_code=0)
+            return self._part_end(exit_code=0)
         if is_cut:
-            return self._end(problem=_is_cut_off(lease.meeting, most), last_lines=list(handler.tail))
-        return self._end_of(ended, handler)
+            return self._part_end(problem=_is_cut_off(lease.meeting, most), last_lines=list(handler.tail))
+        return self._end_from_exit(ended, handler)
 
-    def _end_of(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
+    def _end_from_exit(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
         failure = handler.part_failure
         if ended is None and failure is None:
             if self._lease.fenced and self._is_complete():
                 self._verdicts = device_verdicts(self._context, self._assigned, {"outcome": "completed"}, 0)
-            return self._end(exit_code=0) if self._lease.fenced else self._end(problem=_NOT_RENEWED)
+            return self._part_end(exit_code=0) if self._lease.fenced else self._part_end(problem=_NOT_RENEWED)
         ended = ended or Exit(rank=self._row.first_rank)
         if ended.signal == signal.SIGALRM and failure is None:
-            return self._end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
+            return self._part_end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
         if ended.code == EXIT_RANK_ZERO_UNREACHABLE and failure is None:
-            return self._end(
+            return self._part_end(
                 rank=ended.rank, problem=_rank_zero_unreachable(self._lease.meeting), last_lines=list(handler.tail)
             )
         if failure is not None:
@@ -327,7 +331,7 @@ class _Part:
             relayed = result.get("rank")
             failed = rank if relayed is None else relayed
             self._verdicts = device_verdicts(self._context, self._assigned, result, failed - self._row.first_rank)
-        return self._end(
+        return self._part_end(
             rank=failure[0] if failure else ended.rank,
             exit_code=ended.code,
             exit_signal=ended.signal,
@@ -343,14 +347,14 @@ class _Part:
         row = self._row
         try:
             with self._context.engine.connect() as connection:
-                found = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
+                run_row = connection.execute(parts.run_of(row.run_id, row.lease_epoch)).one_or_none()
         except SQLAlchemyError as error:
             if not is_away(error):
                 raise
             return False
-        return found is not None and found.status == "completed"
+        return run_row is not None and run_row.status == "completed"
 
-    def _leave(self) -> None:
+    def _announce_leaving(self) -> None:
         """Let the lead save and release the run, since this worker is shutting down."""
         row = self._row
         try:
@@ -364,7 +368,7 @@ class _Part:
         self._context.signal_control(row.run_id)
 
 
-def _activity(processes: TrainingGroup, handler: RecordHandler) -> PartActivity:
+def _part_activity(processes: TrainingGroup, handler: RecordHandler) -> PartActivity:
     return PartActivity(
         silent_seconds=time.monotonic() - handler.last_output_at,
         waiting=sorted(handler.waiting),
@@ -372,7 +376,7 @@ def _activity(processes: TrainingGroup, handler: RecordHandler) -> PartActivity:
     )
 
 
-def _paths(job: JobSpec) -> Iterator[Path]:
+def _job_paths(job: JobSpec) -> Iterator[Path]:
     yield from (source.path for source in job.datasets)
     yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
 
@@ -412,7 +416,9 @@ class _PartLog:
         self._dropped = 0
         """Lines that are lost: too many waited for the database, or it did not take them."""
         self._over = threading.Event()
-        self._thread = threading.Thread(target=with_current_context(self._write), name=f"log {run.id}", daemon=True)
+        self._thread = threading.Thread(
+            target=with_current_context(self._write_batches), name=f"log {run.id}", daemon=True
+        )
 
     def __enter__(self) -> "_PartLog":
         self._thread.start()
@@ -422,21 +428,21 @@ class _PartLog:
         self._over.set()
         self._thread.join()
 
-    def put(self, item: NewEvent | RunUpdate) -> None:
+    def enqueue_item(self, item: NewEvent | RunUpdate) -> None:
         """Append a log line."""
         if isinstance(item, NewEvent):
             self._dropped += len(self._waiting) == _MOST_LINES
             self._waiting.append(item)
 
-    def _write(self) -> None:
+    def _write_batches(self) -> None:
         while True:
             is_last = self._over.wait(_LOG_SECONDS)
             if batch := [self._waiting.popleft() for _ in range(len(self._waiting))]:
-                self._store(batch)
+                self._store_lines(batch)
             if is_last:
                 return
 
-    def _store(self, batch: Sequence[NewEvent]) -> None:
+    def _store_lines(self, batch: Sequence[NewEvent]) -> None:
         try:
             with self._context.engine.begin() as connection:
                 event_log.append_lines(connection, self._run.id, self._run.lease_epoch, batch)
@@ -445,10 +451,10 @@ class _PartLog:
         except SQLAlchemyError as error:
             if len(batch) > 1 and not is_away(error):  # one line must not cost the others
                 half = len(batch) // 2
-                self._store(batch[:half])
-                self._store(batch[half:])
+                self._store_lines(batch[:half])
+                self._store_lines(batch[half:])
                 return
             self._dropped += len(batch)
             log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, self._dropped, error)
             return
-        self._context.wake(self._run.id)
+        self._context.wake_streams(self._run.id)

@@ -43,11 +43,11 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     datasets = {source.id: dataset_source(context, run, source.id, control) for source in lead.datasets}
     resume, weights = lead.resume_from, lead.weights
     if resume is not None:
-        place = _here(context.storage, lead, resume.path)
-        _checkpoint(context, run, place, control)
+        place = _local_path(context.storage, lead, resume.path)
+        _fetch_checkpoint(context, run, place, control)
         resume = resume.model_copy(update={"path": place})
     if weights is not None:
-        weights = _weights(context, run, lead, weights, control)
+        weights = _fetch_weights(context, run, lead, weights, control)
     models = [run.config["base_model"], *([] if run.task is RunTask.export else reward_model_names(run))]
     for name in models:
         fetch_output(context, run, name, control)
@@ -69,25 +69,25 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     return write_job(context, lead.model_copy(update=own))
 
 
-def _here(storage: Storage, lead: JobSpec, path: Path) -> Path:
+def _local_path(storage: Storage, lead: JobSpec, path: Path) -> Path:
     """Return the place here of a file in the storage of the lead, whose layout is the same."""
     root = lead.attempt_dir.parents[2]
     return storage.root / path.relative_to(root)
 
 
-def _weights(
+def _fetch_weights(
     context: WorkerContext, run: ClaimedRun, lead: JobSpec, weights: TrainedWeights, control: RestoreControl
 ) -> TrainedWeights:
     """Fetch the weights that the run evaluates: a checkpoint, or the output of a run."""
-    place = _here(context.storage, lead, weights.path)
+    place = _local_path(context.storage, lead, weights.path)
     if run.resume_checkpoint_id is None:
         fetch_output(context, run, place.parents[1].name, control)
     else:
-        _checkpoint(context, run, place, control)
+        _fetch_checkpoint(context, run, place, control)
     return weights.model_copy(update={"path": place})
 
 
-def _checkpoint(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> None:
+def _fetch_checkpoint(context: WorkerContext, run: ClaimedRun, place: Path, control: RestoreControl) -> None:
     """Fetch a checkpoint of the lead, which may still be about to send it, to its folder here."""
     run_id, attempt = place.parents[1].name, int(place.parent.name.removeprefix("a"))
     query = select(Checkpoint.__table__).where(

@@ -21,22 +21,22 @@ from app.runs.events.log import LeaseFenced
 from app.runs.queue.claim import claim_run
 from app.runs.state import machine, parts
 from worker.attempts import auto_repair, failure_report
-from worker.attempts.delivery import deliver
+from worker.attempts.delivery import deliver_output
 from worker.attempts.device_checks import pause_unusable_devices, wait_for_devices
-from worker.attempts.job_builder import Job, prepare
+from worker.attempts.job_builder import Job, prepare_job
 from worker.attempts.job_error import STORAGE_UNAVAILABLE, JobError
-from worker.attempts.launch import Group, Meeting, launch
+from worker.attempts.launch import Group, Meeting, launch_processes
 from worker.attempts.memory_watch import MemoryWatch
 from worker.attempts.monitor import Monitor
 from worker.attempts.outcome import (
-    conclude,
-    could_not_start,
+    conclude_attempt,
     device_verdicts,
     ended_here_before,
-    ended_on_request,
+    failed_start_transition,
     is_signal_death,
-    lease_lost,
+    lease_loss_transition,
     needs_failure_report,
+    requested_end_transition,
 )
 from worker.checkpoint_store import cleanup
 from worker.checkpoint_store.remote_store import TransferCancelled
@@ -67,17 +67,17 @@ Ending = Callable[[], Executable]
 """Transition that ends an attempt, created when it is stored."""
 
 
-def work(context: WorkerContext) -> None:
+def train_pending_runs(context: WorkerContext) -> None:
     """Train pending runs that fit, the most urgent first, until none is left; first wait until GPUs are checked."""
     wait_for_devices(context)
     while not context.closing.is_set():
-        if context.health.trouble():
+        if context.health.unhealthy_reason():
             return
         sent = since_boot()
         run = claim(context)
         if run is None:
             return
-        supervise(context, run, sent)
+        supervise_run(context, run, sent)
 
 
 def _repeated_in_conflict(work: Callable[[], Row[Any] | None]) -> Row[Any] | None:
@@ -112,23 +112,23 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
         return None
     if row is None:
         return None
-    run = ClaimedRun.of(row)
+    run = ClaimedRun.from_row(row)
     log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
-    context.wake(run.id)
+    context.wake_streams(run.id)
     for worker_id in run.members:
         context.signal_control(worker_id)
     return run
 
 
-def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
+def supervise_run(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     """Run a claimed run to its end, or release it; in every case no process of it is left."""
     try:
-        _supervise(context, run, claimed_at)
+        _supervise_with_lease(context, run, claimed_at)
     except RuntimeError as error:
         if str(error) != _NO_THREAD:
             raise
         release_unstarted(context, run, "the user of this worker may have no more threads (`ulimit -u`)")
-    context.wake(run.id)
+    context.wake_streams(run.id)
     if run.members:
         context.signal_control(run.id)
 
@@ -136,7 +136,7 @@ def supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> Non
 def release_unstarted(context: WorkerContext, run: ClaimedRun, problem: str) -> None:
     """Release a run whose attempt this worker cannot begin, and pause the worker."""
     log.error("%s: released: %s", run.id, problem)
-    context.health.failed(problem)
+    context.health.record_failed_start(problem)
     try:
         with context.engine.begin() as connection:
             connection.execute(machine.release(run.id, run.lease_epoch, f"released: {problem}"))
@@ -146,18 +146,18 @@ def release_unstarted(context: WorkerContext, run: ClaimedRun, problem: str) -> 
         log.warning("%s: not released, the database is unavailable: the run is reaped and continues", run.id)
 
 
-def _supervise(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
+def _supervise_with_lease(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:
     with (
         bound_contextvars(run_id=run.id, attempt=run.attempt),
         context.tracing.span("attempt", {"anneal.run_id": run.id, "anneal.attempt": run.attempt}),
         Lease(context, run.id, run.lease_epoch, claimed_at) as lease,
         EventWriter(context, run, lease) as writer,
-        context.uploader.log_to(run.id, writer.put) if context.uploader else nullcontext(),
+        context.uploader.log_to(run.id, writer.enqueue_item) if context.uploader else nullcontext(),
         context.working_copy.used_by(run.id) if context.working_copy else nullcontext(),
     ):
         try:
             ending = run_attempt_to_outcome(context, run, lease, writer)
-            finish(context, writer, ending)
+            finish_attempt(context, writer, ending)
         except LeaseFenced:
             log.warning("%s: fenced, its trainer has ended, nothing more is written", run.id)
         except LeaseLost:
@@ -177,11 +177,11 @@ def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease
     """
     try:
         try:
-            transition = attempt(context, run, lease, writer)
+            transition = run_attempt(context, run, lease, writer)
             ending: Ending = lambda: transition  # noqa: E731
         except LeaseLost:
             log.warning("%s: its lease ran out and its trainer has ended; waiting for the database", run.id)
-            ending = partial(lease_lost, run, lease)
+            ending = partial(lease_loss_transition, run, lease)
         writer.wait_past_lease()
         writer.drain()
         return ending
@@ -196,7 +196,7 @@ def run_attempt_to_outcome(context: WorkerContext, run: ClaimedRun, lease: Lease
         return partial(machine.fail, run.id, run.lease_epoch, "internal", what)
 
 
-def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
+def run_attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> Executable:
     """Prepare, launch and monitor the training processes; return the transition that ends the attempt.
 
     Raises:
@@ -208,31 +208,31 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     device = assigned[0]
     record_handler = RecordHandler(context, run, writer)
     try:
-        restore_control = RestoreControl(lambda: is_unwanted(context, lease), writer.put)
-        job = writer.persist(lambda: prepare(context, run, device.for_job(), restore_control))
+        restore_control = RestoreControl(lambda: is_unwanted(context, lease), writer.enqueue_item)
+        job = writer.retry_during_outage(lambda: prepare_job(context, run, device.for_job(), restore_control))
         start = StartPoint(job.start_step, job.start_epoch, job.best_loss, job.best_score)
         record_handler.start_from(start, job.secrets.values(), job.remarks)
         processes = launch_all(context, run, lease, writer, job, assigned)
     except (TransferCancelled, LaunchAbandoned):
-        return ended_on_request(context, run, lease)
+        return requested_end_transition(context, run, lease)
     except JobError as error:
         if error.pause_seconds is not None:
-            context.health.failed(error.message)
+            context.health.record_failed_start(error.message)
             return machine.release(run.id, run.lease_epoch, f"released: {error.message}", error.pause_seconds)
         if error.is_transient:
             # Anything else that is missing here may be the fault of this worker, not of the run.
             code = error.code if error.code == STORAGE_UNAVAILABLE else "worker_lost"
-            return could_not_start(context, run, error.message, code)
+            return failed_start_transition(context, run, error.message, code)
         return machine.fail(run.id, run.lease_epoch, error.code, error.message)
     except LaunchError as error:
-        return could_not_start(context, run, f"a training process could not be started: {error}")
+        return failed_start_transition(context, run, f"a training process could not be started: {error}")
     except OSError as error:
         log.exception("%s: attempt %d", run.id, run.attempt)
         code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "worker_lost"
-        return could_not_start(context, run, f"the attempt could not be prepared: {error}", code)
-    context.health.started()
+        return failed_start_transition(context, run, f"the attempt could not be prepared: {error}", code)
+    context.health.record_start()
     memory_watch = MemoryWatch(processes.identities, assigned)
-    feeds = [DeviceFeed(context.telemetry, one, writer.put) for one in assigned]
+    feeds = [DeviceFeed(context.telemetry, one, writer.enqueue_item) for one in assigned]
     try:
         monitor = Monitor(context, lease, writer, record_handler, processes, memory_watch, feeds, run.members)
         end, killed_for = monitor.run_until_exit()
@@ -244,22 +244,22 @@ def attempt(context: WorkerContext, run: ClaimedRun, lease: Lease, writer: Event
     if repair:
         writer.wait_past_lease()
         writer.drain()  # its last checkpoint may not be stored yet
-        repair = writer.persist(partial(plan, context, run, repair))
+        repair = writer.retry_during_outage(partial(complete_repair, context, run, repair))
     if repair or needs_failure_report(record_handler, killed_for):
         rank = end.rank if run.devices_needed > 1 else None
         report = failure_report.build_failure_report(record_handler, memory_watch, end, killed_for, repair, rank)
-        writer.put(failure_report.store_failure_report(run, report, time.time()))
+        writer.enqueue_item(failure_report.store_failure_report(run, report, time.time()))
     if repair:
         ending = machine.repair(run.id, run.lease_epoch, repair.reason)
-        return deliver(context, run, lease, writer, ending, has_output=False)
+        return deliver_output(context, run, lease, writer, ending, has_output=False)
     is_repeated = False
     if is_signal_death(record_handler, end, killed_for):
         writer.wait_past_lease()
-        is_repeated = writer.persist(partial(recurs, context, run, record_handler.step))
-    transition = conclude(context, run, lease, record_handler, end, killed_for, is_repeated)
-    settle(context, lease, writer)
+        is_repeated = writer.retry_during_outage(partial(is_repeated_crash, context, run, record_handler.step))
+    transition = conclude_attempt(context, run, lease, record_handler, end, killed_for, is_repeated)
+    wait_for_uploads(context, lease, writer)
     has_output = bool(record_handler.result and record_handler.result.get("output"))
-    return deliver(context, run, lease, writer, transition, has_output=has_output)
+    return deliver_output(context, run, lease, writer, transition, has_output=has_output)
 
 
 def judge_devices(
@@ -272,16 +272,16 @@ def judge_devices(
     if not statements:
         return
 
-    def write() -> None:
+    def store_verdicts() -> None:
         with context.engine.begin() as connection:
             for statement in statements:
                 connection.execute(statement)
 
     writer.wait_past_lease()
-    writer.persist(write)
+    writer.retry_during_outage(store_verdicts)
 
 
-def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
+def wait_for_uploads(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
     """Wait until the checkpoints that the attempt has saved are in the object store, unless none of them is wanted.
 
     After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
@@ -291,7 +291,7 @@ def settle(context: WorkerContext, lease: Lease, writer: EventWriter) -> None:
         writer.wait_past_lease()
         writer.drain()  # every saved checkpoint is queued for its upload now
         until = min(context.drained_at, time.monotonic()) + context.settings.save_grace_seconds
-        context.uploader.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.put, until)
+        context.uploader.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.enqueue_item, until)
 
 
 def launch_all(
@@ -308,19 +308,19 @@ def launch_all(
     group = Group(ENTRIES[run.backend], job.path, job.secrets, context.storage.run_dir(run.id) / "trainer.lock")
     unwanted = partial(is_unwanted, context, lease)
     if not run.members or context.group_address is None:
-        return launch(context, lease, group, assigned, unwanted)
+        return launch_processes(context, lease, group, assigned, unwanted)
     meeting_port = MeetingPort(context.group_address)
     try:
         meeting = Meeting(meeting_port.meeting, first_rank=0, size=run.devices_needed)
         own_job = None if context.working_copy is None else JobSpec.from_file(job.path).model_dump(mode="json")
 
-        def announce() -> None:
+        def announce_meeting() -> None:
             with context.engine.begin() as connection:
                 connection.execute(parts.announce(run.id, run.lease_epoch, meeting.place, own_job))
 
-        writer.persist(announce)
+        writer.retry_during_outage(announce_meeting)
         context.signal_control(run.id)
-        processes = launch(context, lease, group, assigned, unwanted, meeting)
+        processes = launch_processes(context, lease, group, assigned, unwanted, meeting)
     except BaseException:
         meeting_port.close()
         raise
@@ -349,22 +349,22 @@ def repair_of(
     return None
 
 
-def plan(context: WorkerContext, run: ClaimedRun, repair: Repair) -> Repair:
+def complete_repair(context: WorkerContext, run: ClaimedRun, repair: Repair) -> Repair:
     """Return the repair, completed with the checkpoint that it goes back to."""
     with context.engine.connect() as connection:
         return auto_repair.resolve_repair(connection, run, repair)
 
 
-def recurs(context: WorkerContext, run: ClaimedRun, step: int | None) -> bool:
+def is_repeated_crash(context: WorkerContext, run: ClaimedRun, step: int | None) -> bool:
     """Return True if a signal also ended an earlier attempt at this step."""
     with context.engine.connect() as connection:
         return ended_here_before(connection, run, step)
 
 
-def finish(context: WorkerContext, writer: EventWriter, ending: Ending) -> None:
+def finish_attempt(context: WorkerContext, writer: EventWriter, ending: Ending) -> None:
     """Store the end of the attempt, which is its last write."""
 
-    def write() -> None:
+    def store_end() -> None:
         with context.engine.begin() as connection:
             row = connection.execute(ending()).one_or_none()
         if row is not None:
@@ -372,4 +372,4 @@ def finish(context: WorkerContext, writer: EventWriter, ending: Ending) -> None:
         else:  # or an earlier try was committed, and only its response was lost
             log.warning("nothing written at the end: fenced, another worker owns the run")
 
-    writer.persist(write)
+    writer.retry_during_outage(store_end)

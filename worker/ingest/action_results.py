@@ -41,6 +41,6 @@ def action_result(run: ClaimedRun, record: ActionRecord, ts: float) -> ActionRes
     }
     action_id = record["id"]
     before = ("waiting", "done") if status == "done" else ("waiting",)
-    asked = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
-    change = update(RunAction).where(*asked).values(outcome)
+    is_pending = (RunAction.id == action_id, RunAction.run_id == run.id, RunAction.status.in_(before))
+    change = update(RunAction).where(*is_pending).values(outcome)
     return ActionResult(change, NewEvent.from_payload("action", ts, {"action_id": action_id, **reported}))

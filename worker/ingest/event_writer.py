@@ -57,7 +57,9 @@ class EventWriter:
         self._changed = threading.Condition()
         self._over = False
         self._waits_past_lease = False
-        self._thread = threading.Thread(target=with_current_context(self._write), name=f"writer {run.id}", daemon=True)
+        self._thread = threading.Thread(
+            target=with_current_context(self._run_writer), name=f"writer {run.id}", daemon=True
+        )
 
     def __enter__(self) -> "EventWriter":
         self._thread.start()
@@ -83,13 +85,13 @@ class EventWriter:
         """
         self._waits_past_lease = True
 
-    def put(self, item: NewEvent | RunUpdate) -> None:
+    def enqueue_item(self, item: NewEvent | RunUpdate) -> None:
         """Append an item, stored after everything that was put before it."""
         with self._changed:
-            self._waiting.put(item)
+            self._waiting.enqueue_item(item)
             self._changed.notify_all()
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise an error that the thread cannot recover from: `LeaseFenced`, or one that a retry does not fix."""
         if self._failure is not None:
             raise self._failure
@@ -103,12 +105,12 @@ class EventWriter:
         """
         with self._changed:
             while self._waiting:
-                self.check()
+                self.raise_if_failed()
                 self._check_lease()
                 self._changed.wait(FLUSH_SECONDS)
-        self.check()
+        self.raise_if_failed()
 
-    def persist(self, work: Callable[[], T]) -> T:
+    def retry_during_outage(self, work: Callable[[], T]) -> T:
         """Run `work`, and retry while the database is unavailable, as long as `drain` would wait; raises the same."""
         while True:
             try:
@@ -126,7 +128,7 @@ class EventWriter:
         if self._lease.expired and (not self._waits_past_lease or self._context.draining.is_set()):
             raise LeaseLost(self._run.id)
 
-    def _write(self) -> None:
+    def _run_writer(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._over)
@@ -134,17 +136,17 @@ class EventWriter:
                     return
             pause = FLUSH_SECONDS
             try:
-                self._flush()
+                self._store_waiting()
                 if self._is_short:
                     pause = _NO_ROOM_PAUSE_SECONDS
             except SQLAlchemyError as error:
                 if not is_away(error):
-                    self._fail(error)
+                    self._record_failure(error)
                     return
                 log.info("%s: %d events wait for the database: %s", self._run.id, len(self._waiting), error)
                 pause = _PAUSE_SECONDS
             except Exception as error:
-                self._fail(error)
+                self._record_failure(error)
                 return
             # A short pause makes one transaction of what a step reports in many pieces.
             with self._changed:
@@ -163,67 +165,67 @@ class EventWriter:
         self._is_short = shortage is not None
         return not self._is_short
 
-    def _fail(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
-    def _flush(self) -> None:
+    def _store_waiting(self) -> None:
         """Store what waits, while there is room: events in batches, each change of the run in its own transaction."""
-        while self._has_room() and (batch := self._next()):
+        while self._has_room() and (batch := self._next_batch()):
             first = batch[0]
             if isinstance(first, RunUpdate):
-                self._apply(first)
-                self._drop(1)
+                self._apply_update(first)
+                self._drop_stored(1)
                 first.stored()
             else:
                 self._append_or_bisect([event for event in batch if isinstance(event, NewEvent)])
 
-    def _drop(self, count: int) -> None:
+    def _drop_stored(self, count: int) -> None:
         """Remove the first items, which are stored, and notify readers."""
         with self._changed:
             if not self._over:
-                self._waiting.drop(count)
+                self._waiting.drop_first(count)
             self._changed.notify_all()
-        self._context.wake(self._run.id)
+        self._context.wake_streams(self._run.id)
 
-    def _next(self) -> list[NewEvent | RunUpdate]:
+    def _next_batch(self) -> list[NewEvent | RunUpdate]:
         """Return the first events that wait, up to the next change; or one change; or nothing."""
         with self._changed:
             # A failed batch is retried unchanged: if its commit only seemed to fail, its rollups are stored with it.
-            head = self._waiting.head(self._tried or _MAX_BATCH)
+            head = self._waiting.first_items(self._tried or _MAX_BATCH)
         changes = [place for place, item in enumerate(head) if isinstance(item, RunUpdate)]
         return head[: max(changes[0], 1)] if changes else head
 
     def _append_or_bisect(self, batch: list[NewEvent]) -> None:
         """Store a batch; if Postgres refuses it, halve it down to the refused event, and log that in its place."""
         try:
-            self._append(batch)
-            return self._drop(len(batch))
+            self._append_events(batch)
+            return self._drop_stored(len(batch))
         except SQLAlchemyError as error:
             if not event_log.is_refused_data(error):
                 raise
             refusal = error
         if len(batch) == 1:
-            self._append([_refused(batch[0], refusal)])
-            return self._drop(1)
+            self._append_events([_refusal_event(batch[0], refusal)])
+            return self._drop_stored(1)
         middle = len(batch) // 2
         self._append_or_bisect(batch[:middle])
         self._append_or_bisect(batch[middle:])
 
-    def _apply(self, update: RunUpdate) -> None:
+    def _apply_update(self, update: RunUpdate) -> None:
         if update.event is None:
             with self._context.engine.begin() as connection:
                 update.apply(connection)
             return
         try:
-            self._append([update.event, *update.more], update.apply)
+            self._append_events([update.event, *update.more], update.apply)
         except SQLAlchemyError as error:
             if not (event_log.is_refused_data(error) or isinstance(error, IntegrityError)):
                 raise
-            self._append([_refused(update.event, error)])
+            self._append_events([_refusal_event(update.event, error)])
 
-    def _append(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
+    def _append_events(self, batch: list[NewEvent], then: Callable[[Connection], None] | None = None) -> None:
         first = self._stored + 1
         self._tried = len(batch)
         with self._context.engine.begin() as connection:
@@ -238,7 +240,7 @@ class EventWriter:
         self._tried = 0
 
 
-def _refused(event: NewEvent, error: Exception) -> NewEvent:
+def _refusal_event(event: NewEvent, error: Exception) -> NewEvent:
     log.warning("an event of type %s is refused by the database: %s", event.type, error)
     line = f"an event of type {event.type} could not be stored; an operator finds the cause in the worker's log"
     return NewEvent.from_payload("log", event.ts.timestamp(), {"line": line, "stream": "anneal", "level": "error"})

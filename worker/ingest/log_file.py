@@ -40,7 +40,7 @@ class LogFile:
         self._report = report
         self._text_bytes = text_bytes
         self._waiting: list[bytes] = []
-        self._compressor = _compressor()
+        self._compressor = _new_compressor()
         self._descriptor: int | None = None
         self._release: Callable[[], object] = lambda: None
         """Closes the descriptor, at the latest when this object is deleted."""
@@ -59,10 +59,10 @@ class LogFile:
         """True while every line so far is in the file, except those that newer ones have replaced."""
         return not self._is_reported
 
-    def add(self, line: LogLine, now: float) -> None:
+    def add_line(self, line: LogLine, now: float) -> None:
         """Append a line that was printed at `now`, in seconds since 1970."""
         if not self._is_closed:
-            self._waiting.append(_entry(line, now))
+            self._waiting.append(_format_line(line, now))
 
     def flush(self) -> None:
         """Write the lines that were added."""
@@ -73,9 +73,9 @@ class LogFile:
             self._missing += len(lines)
             return
         try:
-            self._write(lines)
+            self._write_lines(lines)
         except OSError as error:
-            self._fail(len(lines), error.strerror or str(error))
+            self._record_failure(len(lines), error.strerror or str(error))
 
     def close(self) -> None:
         """Write the end of the file; lines that are added later are ignored."""
@@ -83,26 +83,26 @@ class LogFile:
         self._is_closed = True
         if self._descriptor is not None:
             with suppress(OSError):
-                self._append(self._descriptor, b"", zlib.Z_FINISH)
+                self._append_text(self._descriptor, b"", zlib.Z_FINISH)
         self._release()
         self._descriptor = None
 
-    def _write(self, lines: list[bytes]) -> None:
+    def _write_lines(self, lines: list[bytes]) -> None:
         text = b"".join(lines)
         self._check_disk(len(text))
         if self._missing:
             note = f"{self._missing:,} lines are missing here: they could not be written"
-            text = _entry({"line": note, "stream": "anneal", "level": "warning"}, time.time()) + text
+            text = _format_line({"line": note, "stream": "anneal", "level": "warning"}, time.time()) + text
         if self._written and self._written + len(text) > self._text_bytes:
-            self._rotate()
+            self._rotate_files()
         if self._descriptor is None:
-            self._open()
+            self._create_file()
         assert self._descriptor is not None  # noqa: S101
-        self._append(self._descriptor, text, zlib.Z_SYNC_FLUSH)
+        self._append_text(self._descriptor, text, zlib.Z_SYNC_FLUSH)
         self._written += len(text)
         self._failed_at, self._missing = None, 0
 
-    def _append(self, descriptor: int, text: bytes, mode: int) -> None:
+    def _append_text(self, descriptor: int, text: bytes, mode: int) -> None:
         """Write compressed text, completely or not at all: what follows half of it could not be read."""
         before, size = self._compressor.copy(), os.fstat(descriptor).st_size
         try:
@@ -126,7 +126,7 @@ class LogFile:
             raise OSError(errno.ENOSPC, f"{why} (ANNEAL_DISK_RESERVE_BYTES)")
         self._unchecked_bytes, self._checked_at = 0, now
 
-    def _open(self) -> None:
+    def _create_file(self) -> None:
         # Relative to the folder, without following links: its owner may put anything there.
         folder = os.open(self._folder, _FOLDER)
         try:
@@ -135,11 +135,11 @@ class LogFile:
             os.close(folder)
         self._release = weakref.finalize(self, os.close, self._descriptor)
 
-    def _rotate(self) -> None:
+    def _rotate_files(self) -> None:
         if self._descriptor is not None:
-            self._append(self._descriptor, b"", zlib.Z_FINISH)
+            self._append_text(self._descriptor, b"", zlib.Z_FINISH)
         self._release()
-        self._descriptor, self._compressor = None, _compressor()
+        self._descriptor, self._compressor = None, _new_compressor()
         folder = os.open(self._folder, _FOLDER)
         try:
             has_older = self._older in os.listdir(folder)  # noqa: PTH208 - of a descriptor
@@ -154,7 +154,7 @@ class LogFile:
                 "its oldest lines are removed"
             )
 
-    def _fail(self, lines: int, why: str) -> None:
+    def _record_failure(self, lines: int, why: str) -> None:
         self._missing += lines
         self._failed_at = time.monotonic()
         self._unchecked_bytes = _CHECK_BYTES
@@ -163,11 +163,11 @@ class LogFile:
             self._report(f"lines are missing in the complete log of this attempt: {why}")
 
 
-def _compressor() -> "zlib._Compress":
+def _new_compressor() -> "zlib._Compress":
     return zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
 
 
-def _entry(line: LogLine, now: float) -> bytes:
+def _format_line(line: LogLine, now: float) -> bytes:
     when = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     head = f"{when} {line['stream']} {line['level']} "
     return "".join(f"{head}{text}\n" for text in line["line"].split("\n")).encode()

@@ -77,7 +77,7 @@ class LogLines:
     def feed(self, source: Stream, data: bytes, now: float) -> list[LogLine]:
         """Take bytes, split anywhere, and return the lines that are complete; `now` is in seconds of any clock."""
         lines = [self._log_line(text, source) for text in self._streams[source].feed(data, now)]
-        return [admitted for line in lines for admitted in self._admit(line, now)]
+        return [admitted for line in lines for admitted in self._admit_line(line, now)]
 
     def flush(self) -> list[LogLine]:
         """Return what is left when the process has ended: unfinished lines, and the last of those left out."""
@@ -96,7 +96,7 @@ class LogLines:
         """Last lines, including those left out."""
         return [line["line"] for line in self._tail]
 
-    def _admit(self, line: LogLine, now: float) -> list[LogLine]:
+    def _admit_line(self, line: LogLine, now: float) -> list[LogLine]:
         self._tail.append(line)
         if self._refilled is not None:
             self._tokens = min(self._burst, self._tokens + max(now - self._refilled, 0.0) * self._rate)
@@ -123,7 +123,7 @@ class LogLines:
         return [{"line": text, "stream": "stderr", "level": "warning", "left_out": left_out}]
 
     def _log_line(self, text: str, stream: Stream) -> LogLine:
-        line = {"line": self._label + text, "stream": stream, "level": _level(text, stream)}
+        line = {"line": self._label + text, "stream": stream, "level": _guess_level(text, stream)}
         self._on_line(line)
         return line
 
@@ -144,48 +144,48 @@ class _Stream:
         lines: list[str] = []
         for piece in re.split(r"([\r\n])", self._decoder.decode(data)):
             if piece == "\n":
-                lines.append(self._take())
+                lines.append(self._take_line())
                 self._returned, self._state = False, None
             elif piece:
                 if self._returned:
-                    lines += self._redraw(now)
+                    lines += self._replace_progress(now)
                 if piece == "\r":
                     self._returned = True
                 else:
-                    self._append(piece)
+                    self._append_text(piece)
         return lines
 
     def flush(self) -> list[str]:
-        self._append(self._decoder.decode(b"", final=True))
+        self._append_text(self._decoder.decode(b"", final=True))
         if self._pending or self._cut:
             self._state = None
-            return [self._take()]
+            return [self._take_line()]
         state, self._state = self._state, None
         return [] if state is None else [state]
 
-    def _redraw(self, now: float) -> list[str]:
+    def _replace_progress(self, now: float) -> list[str]:
         """Handle a carriage return: the text before it is one state of a progress bar, replaced by the next one."""
         self._returned = False
         if self._pending or self._cut:
-            self._state = self._take()
+            self._state = self._take_line()
         if self._state is None or now - self._shown < _PROGRESS_SECONDS:
             return []
         self._shown = now
         state, self._state = self._state, None
         return [state]
 
-    def _append(self, text: str) -> None:
+    def _append_text(self, text: str) -> None:
         room = _MAX_PENDING - len(self._pending)
         self._pending += text[:room]
         self._cut += max(len(text) - room, 0)
 
-    def _take(self) -> str:
+    def _take_line(self) -> str:
         text, cut = self._pending, self._cut
         self._pending, self._cut = "", 0
-        return _visible(text, cut, self._redact)
+        return _visible_text(text, cut, self._redact)
 
 
-def _visible(text: str, cut: int, redact: Redactor) -> str:
+def _visible_text(text: str, cut: int, redact: Redactor) -> str:
     shown = plain_line(text)  # first: a color code in the middle of a secret would hide it
     shown = redact(shown)
     if cut:
@@ -196,7 +196,7 @@ def _visible(text: str, cut: int, redact: Redactor) -> str:
     return encoded[:MAX_LINE_BYTES].decode(errors="ignore") + f" … (cut; {len(text) + cut} characters in all)"
 
 
-def _level(text: str, stream: Stream) -> Level:
+def _guess_level(text: str, stream: Stream) -> Level:
     if stream == "stderr":
         if _ERROR.match(text):
             return "error"

@@ -47,7 +47,7 @@ class AttemptTimer:
         self.training_started = False
         """True once the first step is reached, so that there is something to store."""
 
-    def enter(self, phase: str, start_step: int = 0) -> None:
+    def enter_phase(self, phase: str, start_step: int = 0) -> None:
         """Start a phase, which ends the one before it; the first `training` starts at `start_step`."""
         self._add_elapsed()
         if phase in self._counts and phase != self._phase:
@@ -59,11 +59,11 @@ class AttemptTimer:
             loading = self._added_at - self._claimed
             self._timings = replace(self._timings, start_step=start_step, step=start_step, loading=loading)
 
-    def total(self, steps: int) -> None:
+    def set_total_steps(self, steps: int) -> None:
         """Set the total number of steps: initially, and again when the run is extended."""
         self._timings = replace(self._timings, total_steps=steps)
 
-    def step(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Record that a metric reports this step as done."""
         self._add_elapsed()
         steps, seconds = step - self._timings.step, self._seconds_in["training"] - self._timings.training
@@ -82,7 +82,7 @@ class AttemptTimer:
             saving=self._seconds_in["saving"],
         )
 
-    def end(self, outcome: str) -> None:
+    def record_end(self, outcome: str) -> None:
         """Record the outcome with which the trainer ended."""
         self._add_elapsed()
         # A trainer that fails after its last step has not done what follows it.
@@ -98,15 +98,15 @@ class AttemptTimer:
         self._written = now
         return True
 
-    def note(self) -> Callable[[Connection], None]:
+    def timings_update(self) -> Callable[[Connection], None]:
         """Return a function that stores what was measured so far, unless another worker owns the run by then."""
         timings, reached = asdict(self._timings), self._reached
 
-        def apply(connection: Connection) -> None:
+        def store_timings(connection: Connection) -> None:
             # Only the database's clock gives timestamps; this process only knows how long ago the step was reached.
-            connection.execute(_statement(self._run, timings, time.monotonic() - reached))
+            connection.execute(_timings_statement(self._run, timings, time.monotonic() - reached))
 
-        return apply
+        return store_timings
 
     def _add_elapsed(self) -> None:
         now = time.monotonic()
@@ -115,7 +115,7 @@ class AttemptTimer:
         self._added_at = now
 
 
-def _statement(run: ClaimedRun, timings: dict[str, Any], behind: float) -> Executable:
+def _timings_statement(run: ClaimedRun, timings: dict[str, Any], behind: float) -> Executable:
     device = select(func.min(Device.name)).where(Device.run_id == run.id).scalar_subquery()
     measured_at = func.clock_timestamp() - func.make_interval(0, 0, 0, 0, 0, 0, behind)
     like = literal(durations.similarity_key(run.backend, run.config))

@@ -15,7 +15,7 @@ class RecordBudget:
         self._left = float(BURST_BYTES)
         self._refilled: float | None = None
 
-    def spend(self, size: int, now: float) -> None:
+    def spend_bytes(self, size: int, now: float) -> None:
         """Take the bytes of a record; `now` is in seconds of any clock."""
         self._refill(now)
         self._left -= size

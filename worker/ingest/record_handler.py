@@ -47,7 +47,7 @@ from worker.ingest.log_file import LogFile
 from worker.ingest.log_lines import LogLines
 from worker.ingest.pace import AttemptTimer
 from worker.ingest.record_budget import BURST_BYTES, BYTES_PER_SECOND, COSTLY_BYTES, LEAST_BYTES, RecordBudget
-from worker.ingest.record_parser import invalid_fields, parse_record, validated
+from worker.ingest.record_parser import invalid_fields, parse_record, validate_record
 from worker.ingest.redaction import Redactor
 from worker.ingest.spool import RunUpdate
 from worker.process.channel import Source
@@ -98,7 +98,7 @@ class EventSink(Protocol):
     progress: Progress | None
     """Progress of the trainer."""
 
-    def put(self, item: NewEvent | RunUpdate) -> None:
+    def enqueue_item(self, item: NewEvent | RunUpdate) -> None:
         """Append an item; never waits."""
 
 
@@ -154,7 +154,7 @@ class RecordHandler:
             context.storage.attempt_dir(run.id, run.attempt),
             log_name,
             context.settings.disk_reserve_bytes,
-            lambda problem: self.say(problem, "warning"),
+            lambda problem: self.log_line(problem, "warning"),
         )
         self._is_log_short = False
         """True while printed lines are not stored, because the disk of the database has little room."""
@@ -178,15 +178,15 @@ class RecordHandler:
         """Start from the job's checkpoint; metrics beyond its step are rolled back."""
         self._start, self._bests, self.step = start, [(start.step, start.best_loss)], start.step
         self._best_score = start.best_score
-        self.hide(secrets)
+        self.hide_secrets(secrets)
         for remark in remarks:
-            self.say(remark, "warning")
+            self.log_line(remark, "warning")
 
-    def hide(self, secrets: Iterable[str]) -> None:
+    def hide_secrets(self, secrets: Iterable[str]) -> None:
         """Mask these values in the output from now on."""
-        self._redact.hide(secrets)
+        self._redact.hide_values(secrets)
 
-    def take(self, pieces: Sequence[tuple[Source, bytes]], rank: int = 0) -> None:
+    def handle_output(self, pieces: Sequence[tuple[Source, bytes]], rank: int = 0) -> None:
         """Dispatch data received from a rank to the handlers of records and lines.
 
         Of ranks other than 0, lines are stored with their rank, and of records only a failure counts.
@@ -202,7 +202,7 @@ class RecordHandler:
         self._log_file.flush()
         if self.is_over_budget and not self._has_waited:
             self._has_waited = True
-            self.say(_TOO_FAST, "warning")
+            self.log_line(_TOO_FAST, "warning")
 
     @property
     def part_failure(self) -> tuple[int, TrainingResult] | None:
@@ -214,11 +214,11 @@ class RecordHandler:
         """True if the trainer has sent so many bytes of records that it has to wait before more are read."""
         return self._budget.is_spent(time.monotonic())
 
-    def say(self, line: str, level: str = "info") -> None:
+    def log_line(self, line: str, level: str = "info") -> None:
         """Add a line from the service itself to the run's log."""
         now = time.time()
         said = {"line": plain_text(line), "stream": "anneal", "level": level}
-        self._log_file.add(said, now)
+        self._log_file.add_line(said, now)
         self._add_lines([said], now)
         self._log_file.flush()
 
@@ -251,7 +251,7 @@ class RecordHandler:
             self._lines[rank] = LogLines(
                 redact=self._redact,
                 label=f"[rank {rank}] " if rank else "",
-                on_line=lambda line: self._log_file.add(line, self._printed_at),
+                on_line=lambda line: self._log_file.add_line(line, self._printed_at),
                 place=self._place_of_complete_log,
                 shortage=self._log_shortage,
             )
@@ -269,17 +269,19 @@ class RecordHandler:
         reserve = self._context.database_reserve
         shortage = reserve.describe_shortage(self._context.settings.disk_reserve_bytes) if reserve is not None else None
         if shortage and not self._is_log_short:
-            self.say(f"printed lines are not stored from here on, because {shortage}; the last ones follow", "warning")
+            self.log_line(
+                f"printed lines are not stored from here on, because {shortage}; the last ones follow", "warning"
+            )
         self._is_log_short = shortage is not None
         return shortage
 
     def _add_lines(self, lines: list[dict[str, Any]], now: float) -> None:
         for line in lines:
             self.tail.append(line["line"])
-            self._writer.put(NewEvent.from_payload("log", now, line))
+            self._writer.enqueue_item(NewEvent.from_payload("log", now, line))
 
     def _handle_record(self, data: bytes, now: float, rank: int) -> None:
-        self._budget.spend(max(len(data), LEAST_BYTES), time.monotonic())
+        self._budget.spend_bytes(max(len(data), LEAST_BYTES), time.monotonic())
         if data == HEARTBEAT:
             return  # a heartbeat: receiving it was enough
         if data == WAITING:
@@ -301,28 +303,28 @@ class RecordHandler:
             if handle is None:
                 raise ValueError(f"unknown type {record['type']!r}")
             if record["type"] in _COSTLY_RECORDS:
-                self._budget.spend(COSTLY_BYTES, time.monotonic())
+                self._budget.spend_bytes(COSTLY_BYTES, time.monotonic())
             handle(record, ts)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
-            self._budget.spend(COSTLY_BYTES, time.monotonic())
-            shown = repr(self._redact.cut(data.decode(errors="replace"), 200))
-            self.say(f"the training process sent an invalid record ({error!r}): {shown}", "error")
+            self._budget.spend_bytes(COSTLY_BYTES, time.monotonic())
+            shown = repr(self._redact.cut_text(data.decode(errors="replace"), 200))
+            self.log_line(f"the training process sent an invalid record ({error!r}): {shown}", "error")
 
     def _handle_message(self, record: dict[str, Any], ts: float) -> None:
-        message = validated(_MESSAGE, record)
+        message = validate_record(_MESSAGE, record)
         line = {"line": plain_text(message["line"]), "stream": "anneal", "level": message.get("level", "info")}
-        self._log_file.add(line, self._printed_at)
-        self._writer.put(NewEvent.from_payload("log", ts, line))
+        self._log_file.add_line(line, self._printed_at)
+        self._writer.enqueue_item(NewEvent.from_payload("log", ts, line))
 
     def _handle_plain(self, record: dict[str, Any], ts: float) -> None:
         """Store a record that is an event as it is."""
-        self._writer.put(NewEvent.from_payload(record.pop("type"), ts, record))
+        self._writer.enqueue_item(NewEvent.from_payload(record.pop("type"), ts, record))
 
     def _handle_config(self, record: dict[str, Any], ts: float) -> None:
-        reported = validated(_CONFIG, record)
+        reported = validate_record(_CONFIG, record)
         effective, facts = reported["effective"], reported["facts"]
         if ignored := invalid_facts(facts):  # estimates of other users' runs compute with them
-            self.say(f"invalid facts of the run are ignored: {', '.join(ignored)}", "warning")
+            self.log_line(f"invalid facts of the run are ignored: {', '.join(ignored)}", "warning")
             record["facts"] = {name: value for name, value in facts.items() if name not in ignored}
         event = NewEvent.from_payload(record.pop("type"), ts, record)
         try:
@@ -330,19 +332,19 @@ class RecordHandler:
         except ValidationError as error:  # repairs and post-mortems compute with it
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
-            self.say(f"the reported configuration is invalid and not used (`{where}`: {first['msg']})", "warning")
-            self._writer.put(event)
+            self.log_line(f"the reported configuration is invalid and not used (`{where}`: {first['msg']})", "warning")
+            self._writer.enqueue_item(event)
             return
         self.effective = effective
 
-        def keep(connection: Connection) -> None:
+        def store_effective_config(connection: Connection) -> None:
             connection.execute(
                 update(Run)
                 .where(Run.id == self._run.id, Run.lease_epoch == self._run.lease_epoch)
                 .values(effective_config=effective)
             )
 
-        self._writer.put(RunUpdate(keep, event))
+        self._writer.enqueue_item(RunUpdate(store_effective_config, event))
 
     def _handle_metric(self, record: dict[str, Any], ts: float) -> None:
         """Store a `MetricRecord`; frequent, so that only what is used here is checked."""
@@ -351,14 +353,14 @@ class RecordHandler:
         self._set_total(record.pop("total_steps", None))
         self._limit_series(record.get("extra"))
         event = NewEvent.from_payload("metric", ts, record)
-        step = _count(record["step"], "step")
+        step = _checked_count(record["step"], "step")
         if isinstance(loss, float | int) and (best is None or loss < best):
             self._bests.append((step, float(loss)))
             if len(self._bests) > _MAX_BESTS:
                 del self._bests[1:-1:2]  # a checkpoint may then have the best loss of an earlier step
         self._set_progress(step, float(record.get("epoch") or 0))
-        self._writer.put(event)
-        self._stopwatch.step(step)
+        self._writer.enqueue_item(event)
+        self._stopwatch.record_step(step)
         self._store_timings(self._stopwatch.is_due)
 
     def _handle_eval(self, record: dict[str, Any], ts: float) -> None:
@@ -366,24 +368,24 @@ class RecordHandler:
         self._limit_series(record.get("metrics"))
         event = NewEvent.from_payload(record.pop("type"), ts, record)
         method = method_of(self._run.config)
-        found = (record.get("metrics") or {}).get(method.eval_metric)
-        if isinstance(found, bool) or not isinstance(found, float | int) or not math.isfinite(found):
-            self._writer.put(event)
+        value = (record.get("metrics") or {}).get(method.eval_metric)
+        if isinstance(value, bool) or not isinstance(value, float | int) or not math.isfinite(value):
+            self._writer.enqueue_item(event)
             return
-        score = method.to_score(float(found))
+        score = method.to_score(float(value))
         if self._best_score is not None and score >= self._best_score:
-            self._writer.put(event)
+            self._writer.enqueue_item(event)
             return
         self._best_score = score
 
-        def keep(connection: Connection) -> None:
+        def store_best_score(connection: Connection) -> None:
             connection.execute(
                 update(Run)
                 .where(Run.id == self._run.id, Run.lease_epoch == self._run.lease_epoch)
                 .values(best_score=score)
             )
 
-        self._writer.put(RunUpdate(keep, event))
+        self._writer.enqueue_item(RunUpdate(store_best_score, event))
 
     def _limit_series(self, values: Any) -> None:
         """Remove the values of further names than an attempt may have."""
@@ -396,7 +398,7 @@ class RecordHandler:
             del values[name]
             if not self._has_too_many_series:
                 self._has_too_many_series = True
-                self.say(_TOO_MANY_SERIES, "warning")
+                self.log_line(_TOO_MANY_SERIES, "warning")
 
     def _set_progress(self, step: int, epoch: float) -> None:
         self.step = step
@@ -410,8 +412,8 @@ class RecordHandler:
 
     def _set_total(self, total: Any) -> None:
         if total:
-            self._total_steps = _count(total, "total_steps")
-            self._stopwatch.total(self._total_steps)
+            self._total_steps = _checked_count(total, "total_steps")
+            self._stopwatch.set_total_steps(self._total_steps)
 
     def _handle_result(self, record: dict[str, Any], _ts: float) -> None:
         result = self._read_result(record)
@@ -419,16 +421,16 @@ class RecordHandler:
         self._end_with(result)
 
     def _handler_of(self, rank: int, record: dict[str, Any]) -> Callable[[dict[str, Any], float], None] | None:
-        def keep(result: dict[str, Any], _ts: float) -> None:
+        def note_failure(result: dict[str, Any], _ts: float) -> None:
             self._other_failures[rank] = self._read_result(result)
 
-        return keep if record["type"] == "result" and record.get("outcome") == "failed" else None
+        return note_failure if record["type"] == "result" and record.get("outcome") == "failed" else None
 
     def _read_result(self, record: dict[str, Any]) -> TrainingResult:
         # An invalid detail, perhaps of a plugin, must not cost a run its outcome.
         if ignored := sorted(invalid_fields(_RESULT, record) - {"outcome"}):
-            self.say(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
-        result = validated(_RESULT, {name: value for name, value in record.items() if name not in ignored})
+            self.log_line(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
+        result = validate_record(_RESULT, {name: value for name, value in record.items() if name not in ignored})
         if error := result.get("error"):
             error["code"] = error["code"] if _ERROR_CODE.fullmatch(error["code"]) else "internal"
             error["message"] = plain_text(error["message"])[:_MAX_ERROR_TEXT]
@@ -438,26 +440,26 @@ class RecordHandler:
 
     def _end_with(self, result: TrainingResult) -> None:
         self.result = result
-        self._stopwatch.end(result["outcome"])
+        self._stopwatch.record_end(result["outcome"])
         self._store_timings(self._stopwatch.training_started)
 
     def _store_timings(self, is_due: bool) -> None:
         if is_due:
-            self._writer.put(RunUpdate(self._stopwatch.note()))
+            self._writer.enqueue_item(RunUpdate(self._stopwatch.timings_update()))
 
     def _handle_phase(self, record: dict[str, Any], ts: float) -> None:
-        entered = validated(_PHASE, record)
+        entered = validate_record(_PHASE, record)
         self.phase = entered["name"]
         run_id, lease_epoch = self._run.id, self._run.lease_epoch
         start = self._start
-        self._stopwatch.enter(self.phase, start.step)
+        self._stopwatch.enter_phase(self.phase, start.step)
         progress = {"phase": self.phase, "done": None, "total": None, "message": self.phase}
-        self._writer.put(NewEvent.from_payload("progress", ts, progress))
+        self._writer.enqueue_item(NewEvent.from_payload("progress", ts, progress))
         main_phase = "training" if self._run.task == RunTask.train else "evaluating"
         if self.phase == main_phase and not self.training_started:
             self.training_started = True
             self._set_total(entered.get("total_steps"))
-            self._transition(
+            self._move_run(
                 machine.begin(
                     run_id,
                     lease_epoch,
@@ -471,12 +473,12 @@ class RecordHandler:
             )
             self._store_timings(self._stopwatch.is_due)
         elif self.phase == "saving" and self._status == "running":
-            self._transition(machine.begin_save(run_id, lease_epoch), "checkpointing")
+            self._move_run(machine.begin_save(run_id, lease_epoch), "checkpointing")
         elif self.phase != "saving" and self._status == "checkpointing":
-            self._transition(machine.end_save(run_id, lease_epoch), "running")
+            self._move_run(machine.end_save(run_id, lease_epoch), "running")
 
-    def _transition(self, statement: Executable, target: str) -> None:
-        def apply(connection: Connection) -> None:
+    def _move_run(self, statement: Executable, target: str) -> None:
+        def apply_transition(connection: Connection) -> None:
             if connection.execute(statement).one_or_none() is None:
                 now = connection.execute(
                     select(Run.lease_epoch, Run.status).where(Run.id == self._run.id)
@@ -486,13 +488,13 @@ class RecordHandler:
                     raise LeaseFenced(self._run.id)
 
         self._status = target
-        self._writer.put(RunUpdate(apply))
+        self._writer.enqueue_item(RunUpdate(apply_transition))
 
     def _handle_checkpoint(self, received: dict[str, Any], ts: float) -> None:
-        record = validated(_CHECKPOINT, received)
+        record = validate_record(_CHECKPOINT, received)
         checkpoint_id = new_id("ckpt")
         run = self._run
-        step = _count(record["step"], "step")
+        step = _checked_count(record["step"], "step")
         # The name becomes the path of a folder that is removed later.
         if record["name"] != checkpoint_name(step):
             raise ValueError(f"a checkpoint at step {step} must be named {checkpoint_name(step)}")
@@ -518,7 +520,7 @@ class RecordHandler:
         folder = self._context.storage.checkpoint_dir(run.id, run.attempt, step)
         is_in_place = manifest.is_in_place(folder, record["manifest_sha256"], step)
 
-        def keep(connection: Connection) -> None:
+        def store_checkpoint(connection: Connection) -> None:
             if connection.scalar(select(Checkpoint.id).where(Checkpoint.id == checkpoint_id)):
                 return
             connection.execute(Checkpoint.__table__.insert().values(row))  # type: ignore[attr-defined]
@@ -534,8 +536,8 @@ class RecordHandler:
             keep_last = run.config.get("save_total_limit")
             if keep_last:
                 retired[:] = retention.retire_checkpoints(connection, run.id, keep_last)
-            for one in answered:
-                connection.execute(one.change)
+            for answer in answered:
+                connection.execute(answer.change)
 
         if self._writer.progress is None or self._writer.progress.step < step:
             # It is reported once it is on disk, and training may have continued meanwhile.
@@ -543,7 +545,7 @@ class RecordHandler:
         data = {"checkpoint_id": checkpoint_id, "step": row["step"], "kind": row["kind"], "bytes": row["bytes"]}
         event = NewEvent.from_payload("checkpoint", ts, data)
         # One transaction: an action is done when its checkpoint exists, and the checkpoint does not exist without it.
-        found: dict[str, object] = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
+        result: dict[str, object] = {"checkpoint_id": checkpoint_id, "pinned": row["pinned"]}
         answered = [
             action_result(
                 run,
@@ -553,7 +555,7 @@ class RecordHandler:
                     "action": asked["action"],
                     "step": step,
                     "status": "done",
-                    "result": found,
+                    "result": result,
                 },
                 ts,
             )
@@ -561,28 +563,28 @@ class RecordHandler:
         ]
         more = tuple(one.event for one in answered)
 
-        def stored() -> None:
+        def after_storing() -> None:
             remove_folders(self._context, run.id, retired)
             if self._context.uploader:
                 self._context.uploader.add(SimpleNamespace(**row))
                 self._context.uploader.tidy()
 
-        self._writer.put(RunUpdate(keep, event, stored, more))
+        self._writer.enqueue_item(RunUpdate(store_checkpoint, event, after_storing, more))
 
     def _handle_action(self, received: dict[str, Any], ts: float) -> None:
-        record = validated(_ACTION, received)
+        record = validate_record(_ACTION, received)
         answered = action_result(self._run, record, ts)
         if record.get("total_steps"):
             self._set_total(record["total_steps"])
-            self._set_progress(_count(record["step"], "step"), float(record.get("epoch") or 0))
+            self._set_progress(_checked_count(record["step"], "step"), float(record.get("epoch") or 0))
 
-        def keep(connection: Connection) -> None:
+        def store_result(connection: Connection) -> None:
             connection.execute(answered.change)
 
-        self._writer.put(RunUpdate(keep, answered.event))
+        self._writer.enqueue_item(RunUpdate(store_result, answered.event))
 
 
-def _count(value: Any, name: str) -> int:
+def _checked_count(value: Any, name: str) -> int:
     """Return a number of steps, checked to fit the database."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_STEPS:
         raise ValueError(f"`{name}` must be a whole number from 0 to {_MAX_STEPS:,}")

@@ -35,7 +35,7 @@ def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
 Validated = TypeVar("Validated")
 
 
-def validated(type_of: TypeAdapter[Validated], record: dict[str, Any]) -> Validated:
+def validate_record(type_of: TypeAdapter[Validated], record: dict[str, Any]) -> Validated:
     """Return `record` as the type that the contract declares for it.
 
     Raises:
@@ -64,9 +64,9 @@ def clean_record(record: Any, redact: Redactor) -> Any:
     and lone surrogates are replaced; texts, lists and nesting are bounded.
     """
     non_finite: list[str] = []
-    cleaned = _Sanitizer(redact, non_finite, isinstance(record, dict) and record.get("truncated") is True).value(
-        record, "", 0
-    )
+    cleaned = _Sanitizer(
+        redact, non_finite, isinstance(record, dict) and record.get("truncated") is True
+    ).sanitize_value(record, "", 0)
     if non_finite and isinstance(cleaned, dict):
         cleaned["non_finite"] = non_finite
     return cleaned
@@ -80,12 +80,12 @@ class _Sanitizer:
         self._is_truncated = is_truncated
         self._non_finite = non_finite
 
-    def value(self, value: Any, name: str, depth: int) -> Any:
+    def sanitize_value(self, value: Any, name: str, depth: int) -> Any:
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, int):
             fits = -_LARGEST_INT <= value <= _LARGEST_INT
-            return value if fits else self.value(_as_float(value), name, depth)
+            return value if fits else self.sanitize_value(_as_float(value), name, depth)
         if isinstance(value, float):
             if math.isfinite(value):
                 return value
@@ -97,14 +97,17 @@ class _Sanitizer:
         if isinstance(value, dict):
             items = list(value.items())[:_MAX_ITEMS]
             below = f"{name}." if name else ""
-            return {(key := self._text(str(raw))): self.value(item, f"{below}{key}", depth + 1) for raw, item in items}
+            return {
+                (key := self._sanitize_text(str(raw))): self.sanitize_value(item, f"{below}{key}", depth + 1)
+                for raw, item in items
+            }
         if isinstance(value, list | tuple):
-            return [self.value(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value[:_MAX_ITEMS])]
-        return self._text(str(value))
+            return [self.sanitize_value(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value[:_MAX_ITEMS])]
+        return self._sanitize_text(str(value))
 
-    def _text(self, value: str) -> str:
+    def _sanitize_text(self, value: str) -> str:
         is_cut = len(value) > _MAX_TEXT
-        value = self._redact.cut(value, _MAX_TEXT)
+        value = self._redact.cut_text(value, _MAX_TEXT)
         # The trainer itself cuts what is too long for a datagram, and marks it with the same sign and `truncated`.
         if self._is_truncated and value.endswith("…"):
             value = value[: -self._redact.longest] + "…"

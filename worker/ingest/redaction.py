@@ -19,16 +19,16 @@ _LOOKS_LIKE_A_KEY = re.compile(
 
 
 class Redactor:
-    """Redactor of credentials in texts; `hide` adds values to look for."""
+    """Redactor of credentials in texts; `hide_values` adds values to look for."""
 
     def __init__(self) -> None:
         self._forms: list[str] = []
         self.longest = LONGEST
         """Number of characters at the end of a cut text that may be the beginning of a credential."""
 
-    def hide(self, values: Iterable[str]) -> None:
+    def hide_values(self, values: Iterable[str]) -> None:
         """Mask these values from now on, also in the encodings in which programs print them."""
-        forms = {form for value in values for form in _forms(value)}
+        forms = {form for value in values for form in _encoded_forms(value)}
         self._forms = sorted({*self._forms, *forms}, key=len, reverse=True)
         self.longest = max([LONGEST, *map(len, self._forms)])
 
@@ -42,7 +42,7 @@ class Redactor:
             text = _LOOKS_LIKE_A_KEY.sub(MASK, text)
         return text
 
-    def cut(self, text: str, most: int) -> str:
+    def cut_text(self, text: str, most: int) -> str:
         """Return at most `most` characters of a text, without a credential or the beginning of one."""
         if len(text) <= most + self.longest:
             return self(text)[:most]
@@ -50,7 +50,7 @@ class Redactor:
         return masked[: max(min(most, len(masked) - self.longest), 0)]
 
 
-def _forms(value: str) -> set[str]:
+def _encoded_forms(value: str) -> set[str]:
     """Return the forms of a secret: plain, quoted for URLs, JSON and Python, hexadecimal, and base64 at any offset."""
     raw = value.encode()
     forms = {value, quote(value, safe=""), quote_plus(value), json.dumps(value)[1:-1], repr(value)[1:-1], raw.hex()}

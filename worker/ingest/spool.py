@@ -58,9 +58,9 @@ class Limits:
 
 
 class Spool:
-    """Queue of one attempt, in the order of `put`; the caller ensures that one thread at a time uses it.
+    """Queue of one attempt, in the order of `enqueue_item`; the caller ensures that one thread at a time uses it.
 
-    It accepts everything: a caller checks `is_full` before `put`, and waits.
+    It accepts everything: a caller checks `is_full` before `enqueue_item`, and waits.
     """
 
     def __init__(self, name: str, folder: Path, limits: Limits | None = None) -> None:
@@ -87,18 +87,18 @@ class Spool:
 
     @property
     def is_full(self) -> bool:
-        """True if callers of `put` have to wait, because no more can be queued within the limits."""
+        """True if callers of `enqueue_item` have to wait, because no more can be queued within the limits."""
         return self._refused > 0 or self._changes_in_rest >= self._limits.steps
 
-    def put(self, item: NewEvent | RunUpdate) -> None:
+    def enqueue_item(self, item: NewEvent | RunUpdate) -> None:
         """Append an item; never fails, because no output may get lost."""
         self._count += 1
         if not self._rest and self._head_has_room:
-            self._push(item)
+            self._push_to_head(item)
         elif isinstance(item, RunUpdate):
             self._rest.append(item)
             self._changes_in_rest += 1
-        elif self._refused or not self._write(item):
+        elif self._refused or not self._write_to_disk(item):
             self._rest.append(item)
             self._refused += 1
         elif self._rest and isinstance(self._rest[-1], _OnDisk):
@@ -106,16 +106,16 @@ class Spool:
         else:
             self._rest.append(_OnDisk(1))
 
-    def head(self, most: int) -> list[NewEvent | RunUpdate]:
+    def first_items(self, most: int) -> list[NewEvent | RunUpdate]:
         """Return the first items, at most `most`; at least one if there is any."""
         while self._rest and self._head_has_room:
-            self._push(self._next_of_rest())
+            self._push_to_head(self._next_of_rest())
         return list(islice(self._head, most))
 
-    def drop(self, count: int) -> None:
-        """Remove the first items, which `head` has returned."""
+    def drop_first(self, count: int) -> None:
+        """Remove the first items, which `first_items` has returned."""
         for _ in range(count):
-            self._head_bytes -= _size(self._head.popleft())
+            self._head_bytes -= _item_bytes(self._head.popleft())
         self._count -= count
 
     def close(self) -> None:
@@ -131,14 +131,14 @@ class Spool:
     def _head_has_room(self) -> bool:
         return len(self._head) < self._limits.memory_events and self._head_bytes < self._limits.memory_bytes
 
-    def _push(self, item: NewEvent | RunUpdate) -> None:
+    def _push_to_head(self, item: NewEvent | RunUpdate) -> None:
         self._head.append(item)
-        self._head_bytes += _size(item)
+        self._head_bytes += _item_bytes(item)
 
     def _next_of_rest(self) -> NewEvent | RunUpdate:
         first = self._rest[0]
         if isinstance(first, _OnDisk):
-            event = self._read()
+            event = self._read_from_disk()
             first.count -= 1
             if first.count == 0:
                 self._rest.popleft()
@@ -150,31 +150,31 @@ class Spool:
             self._refused -= 1
         return first
 
-    def _write(self, event: NewEvent) -> bool:
-        record = _packed(event)
+    def _write_to_disk(self, event: NewEvent) -> bool:
+        record = _pack_event(event)
         if self._disk_bytes + len(record) > self._limits.disk_bytes:
-            self._refuse(f"{self._limits.disk_bytes / 2**20:,.0f} MiB wait on disk, which is the limit")
+            self._report_full(f"{self._limits.disk_bytes / 2**20:,.0f} MiB wait on disk, which is the limit")
             return False
         try:
             folder = make_private_folder(self._folder)
             DiskReserve(folder, self._limits.disk_reserve_bytes).ensure_room(len(record))
             if not self._segments or self._segments[-1].written >= self._limits.segment_bytes:
                 self._segments.append(_Segment(folder))
-            self._segments[-1].append(record)
+            self._segments[-1].append_record(record)
         except (OSError, SetupError) as error:
-            self._refuse(f"nothing more can be written to {self._folder} ({error})")
+            self._report_full(f"nothing more can be written to {self._folder} ({error})")
             return False
         self._disk_bytes += len(record)
         return True
 
-    def _refuse(self, why: str) -> None:
+    def _report_full(self, why: str) -> None:
         log.warning(
             "%s: %s; training waits until the database has stored the %d events before", self._name, why, self._count
         )
 
-    def _read(self) -> NewEvent:
+    def _read_from_disk(self) -> NewEvent:
         segment = self._segments[0]
-        event, size = segment.next()
+        event, size = segment.next_event()
         self._disk_bytes -= size
         if segment.is_read_through and (len(self._segments) > 1 or self._disk_bytes == 0):
             self._segments.popleft().close()
@@ -200,17 +200,17 @@ class _Segment:
     def is_read_through(self) -> bool:
         return self._read == self.written
 
-    def append(self, record: bytes) -> None:
+    def append_record(self, record: bytes) -> None:
         # What a failed write leaves after the end is overwritten by the next one.
         done = 0
         while done < len(record):
             done += os.pwrite(self._file.fileno(), record[done:], self.written + done)
         self.written += done
 
-    def next(self) -> tuple[NewEvent, int]:
+    def next_event(self) -> tuple[NewEvent, int]:
         """Return the next event and the size of its record in bytes."""
-        micros, type_size, data_size = _HEADER.unpack(self._bytes(_HEADER.size, 0))
-        body = self._bytes(type_size + data_size, _HEADER.size)
+        micros, type_size, data_size = _HEADER.unpack(self._read_bytes(_HEADER.size, 0))
+        body = self._read_bytes(type_size + data_size, _HEADER.size)
         size = _HEADER.size + len(body)
         self._read += size
         kind, data = (part.decode("utf-8", "surrogatepass") for part in (body[:type_size], body[type_size:]))
@@ -219,22 +219,22 @@ class _Segment:
     def close(self) -> None:
         self._file.close()
 
-    def _bytes(self, size: int, offset: int) -> bytes:
-        found = b""
-        while len(found) < size:
-            piece = os.pread(self._file.fileno(), size - len(found), self._read + offset + len(found))
+    def _read_bytes(self, size: int, offset: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            piece = os.pread(self._file.fileno(), size - len(content), self._read + offset + len(content))
             if not piece:
-                raise OSError(f"a spool file ends {size - len(found)} bytes early")
-            found += piece
-        return found
+                raise OSError(f"a spool file ends {size - len(content)} bytes early")
+            content += piece
+        return content
 
 
-def _packed(event: NewEvent) -> bytes:
+def _pack_event(event: NewEvent) -> bytes:
     kind, data = (text.encode("utf-8", "surrogatepass") for text in (event.type, event.data))
     return _HEADER.pack((event.ts - _EPOCH) // _MICROSECOND, len(kind), len(data)) + kind + data
 
 
-def _size(item: NewEvent | RunUpdate) -> int:
+def _item_bytes(item: NewEvent | RunUpdate) -> int:
     events = (item.event, *item.more) if isinstance(item, RunUpdate) else (item,)
     # A payload that is kept along with its text takes several times as much memory as the text.
     return sum(len(event.data) * (1 if event.measured is None else 6) for event in events if event is not None)

@@ -63,25 +63,25 @@ class Channel:
         """Descriptors to pass to the trainer: report, stdout, stderr, control."""
         return [*(sender.fileno() for sender in self._senders), self._trainer_control.fileno()]
 
-    def release(self) -> None:
+    def release_trainer_ends(self) -> None:
         """Close this process's copies of the trainer's descriptors, once the trainer has its own."""
         for end in [*self._senders, self._trainer_control]:
             end.close()
 
     def receive(self, timeout: float | None = 0.0) -> list[tuple[Source, bytes]]:
         """Return the queued pieces in order; wait up to `timeout` seconds for the first one (None: no limit)."""
-        pieces = self._read()
+        pieces = self._read_queued()
         if pieces or timeout == 0.0:
             return pieces
         waiting = select.poll()
         waiting.register(self._receiver, select.POLLIN)
         waiting.poll(None if timeout is None else timeout * 1000)
-        return self._read()
+        return self._read_queued()
 
     def drain(self) -> list[tuple[Source, bytes]]:
         """Return everything queued now: the remaining output, once the process has ended."""
         everything = []
-        while pieces := self._read():
+        while pieces := self._read_queued():
             everything.extend(pieces)
         return everything
 
@@ -95,11 +95,11 @@ class Channel:
 
     def close(self) -> None:
         """Close every descriptor; a trainer that is still alive then exits by itself."""
-        self.release()
+        self.release_trainer_ends()
         self._control.close()
         self._receiver.close()
 
-    def _read(self) -> list[tuple[Source, bytes]]:
+    def _read_queued(self) -> list[tuple[Source, bytes]]:
         pieces: list[tuple[Source, bytes]] = []
         received = 0
         while len(pieces) < _MAX_BATCH and received < _MAX_BATCH_BYTES:

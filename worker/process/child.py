@@ -108,7 +108,7 @@ def run(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int] 
     """
     code = 1
     try:
-        _prepare(start, fds, parent, inherited)
+        _prepare_process(start, fds, parent, inherited)
         report, _stdout, _stderr, control = fds
         if start.has_secrets:
             os.environ.update(_receive_secrets(control))
@@ -116,11 +116,11 @@ def run(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int] 
         _handle_termination_signals(Control.start(control, start.deadline))
         _take_locks(start.lock_paths)
         if start.user is not None:
-            _become(start.user)
+            _become_user(start.user)
             die_with_parent(parent)  # the kernel clears this setting when a process changes its user
         arguments = [*start.arguments, "--report-fd", str(report), "--control-fd", str(control)]
         sys.argv = [start.entry, *arguments]
-        code = _load(start.entry)(arguments)
+        code = _load_entry(start.entry)(arguments)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
@@ -128,7 +128,7 @@ def run(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int] 
     except BaseException:
         traceback.print_exc()
     finally:
-        _finish(code)
+        _exit_process(code)
 
 
 def _receive_secrets(control: int) -> dict[str, str]:
@@ -139,7 +139,7 @@ def _receive_secrets(control: int) -> dict[str, str]:
     return ControlMessage.from_json(packet).secrets or {}
 
 
-def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int]) -> None:
+def _prepare_process(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[int]) -> None:
     """Set up the process before its first deadline takes effect.
 
     Nothing here writes data, and a process that is delayed here finds its deadline already passed.
@@ -147,7 +147,7 @@ def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[
     report, stdout, stderr, control = fds
     os.setsid()
     die_with_parent(parent)
-    orphans.adopt()
+    orphans.become_subreaper()
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -161,7 +161,7 @@ def _prepare(start: LaunchSpec, fds: Sequence[int], parent: int, inherited: Set[
     os.chdir(start.folder)
 
 
-def _become(user: str) -> None:
+def _become_user(user: str) -> None:
     account = pwd.getpwnam(user)
     if os.geteuid() == account.pw_uid:
         return
@@ -262,7 +262,7 @@ def _is_taken(lock: int) -> bool:
     return True
 
 
-def _load(entry: str) -> Callable[[list[str]], int]:
+def _load_entry(entry: str) -> Callable[[list[str]], int]:
     module, _, function = entry.partition(":")
     with collector_off():
         main: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
@@ -283,7 +283,7 @@ def collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def _finish(code: int) -> None:
+def _exit_process(code: int) -> None:
     """Run exit handlers and flush, then exit without the interpreter's teardown, in which libraries crash."""
     try:
         atexit._run_exitfuncs()

@@ -83,7 +83,7 @@ class Launcher:
         self._early_deaths = 0
         self._work: queue.SimpleQueue[ColdStart] = queue.SimpleQueue()
         self._wake_reading, self._wake_writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._keeper = threading.Thread(target=self._keep, name="launcher", daemon=True)
+        self._keeper = threading.Thread(target=self._keep_zygote, name="launcher", daemon=True)
 
     def start(self) -> list[int]:
         """End processes that an earlier worker left, then start the zygote (returns before it is ready).
@@ -96,7 +96,7 @@ class Launcher:
                 "this system refuses pidfds (%s): training processes are polled instead, and their ends are noticed up "
                 "to %.2f s later", reason, POLL_SECONDS,
             )  # fmt: skip
-        swept = process_group.sweep(self._folder)
+        swept = process_group.kill_leftovers(self._folder)
         self._keeper.start()
         return swept
 
@@ -170,15 +170,15 @@ class Launcher:
             user=self._settings.trainer_user,
             has_secrets=bool(secrets),
         )
-        wanted = LaunchRequest(start, renew_until, should_end, secrets)
-        process = self._fork(wanted)
+        request = LaunchRequest(start, renew_until, should_end, secrets)
+        process = self._fork_from_zygote(request)
         if process is None:
             if self._settings.launch == "zygote":
                 raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
-            process = self._start_cold(wanted)
+            process = self._start_cold(request)
         try:
-            record = process_group.record(self._folder, process.identity, place.folder if place else None)
-            process.remember(record, self._orphans)
+            record = process_group.record_trainer(self._folder, process.identity, place.folder if place else None)
+            process.set_record(record, self._orphans)
         except OSError as problem:
             process.close()
             raise LaunchError(f"the training process could not be recorded: {problem}") from problem
@@ -189,31 +189,31 @@ class Launcher:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._wake()
+        self._wake_keeper()
         if self._keeper.is_alive():
             self._keeper.join()
 
     # Launching, in the caller's thread
 
-    def _fork(self, wanted: LaunchRequest) -> TrainingProcess | None:
+    def _fork_from_zygote(self, request: LaunchRequest) -> TrainingProcess | None:
         """Have the zygote fork, or its successor if it dies meanwhile; None if a cold start is better."""
         for _ in range(_MAX_FORKS):
-            self._await(
+            self._wait_until(
                 lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
                 _READY_SECONDS,
-                wanted,
+                request,
             )
             with self._changed:
                 if not self._ready or self._socket is None:
                     return None
-                asked = self._socket
+                zygote_socket = self._socket
                 try:
-                    copy = asked.dup()  # the keeper may close its own copy at any time
+                    copy = zygote_socket.dup()  # the keeper may close its own copy at any time
                 except OSError as problem:
                     raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
             with copy:
                 try:
-                    return spawn_forked(wanted, copy)
+                    return spawn_forked(request, copy)
                 except TimeoutError:
                     return None
                 except ConnectionError:
@@ -221,45 +221,45 @@ class Launcher:
                 except OSError as problem:  # out of memory or descriptors
                     raise LaunchError(f"the zygote cannot be reached: {problem}") from problem
             # Wait until the keeper has noticed it as well.
-            self._await(partial(self._has_replaced, asked), FORK_SECONDS, wanted)
+            self._wait_until(partial(self._has_replaced, zygote_socket), FORK_SECONDS, request)
         return None
 
     def _has_replaced(self, zygote: socket.socket) -> bool:
         return self._socket is not zygote
 
-    def _start_cold(self, wanted: LaunchRequest) -> TrainingProcess:
-        request = ColdStart(wanted)
+    def _start_cold(self, launch: LaunchRequest) -> TrainingProcess:
+        request = ColdStart(launch)
         self._work.put(request)
-        self._wake()
+        self._wake_keeper()
         try:
-            self._await(lambda: request.outcome is not None or self._stopping, _READY_SECONDS, wanted)
+            self._wait_until(lambda: request.outcome is not None or self._stopping, _READY_SECONDS, launch)
         except LaunchAbandoned:
-            late = self._take(request)
+            late = self._take_outcome(request)
             if isinstance(late, TrainingProcess):
                 late.close()  # it arrived just as the launch was abandoned
             raise
-        outcome = self._take(request)
+        outcome = self._take_outcome(request)
         if isinstance(outcome, TrainingProcess):
             return outcome
         raise LaunchError(f"no training process could be started: {outcome or 'the launcher is stopping'}")
 
-    def _take(self, request: ColdStart) -> TrainingProcess | OSError | None:
+    def _take_outcome(self, request: ColdStart) -> TrainingProcess | OSError | None:
         with self._changed:
             request.awaited = False
             return request.outcome
 
-    def _await(self, done: Callable[[], bool], seconds: float, wanted: LaunchRequest) -> None:
+    def _wait_until(self, done: Callable[[], bool], seconds: float, request: LaunchRequest) -> None:
         """Wait until `done` or for `seconds`; raise LaunchAbandoned once the caller no longer wants the process."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            wanted.check()  # outside the lock, because it runs the caller's code
+            request.raise_if_unwanted()  # outside the lock, because it runs the caller's code
             with self._changed:
                 if self._changed.wait_for(done, min(left, LOOK_SECONDS)):
                     return
 
     # Keeping, in the keeper's thread
 
-    def _keep(self) -> None:
+    def _keep_zygote(self) -> None:
         """Start the zygote, restart it after each death, and start cold processes on request."""
         # Blocked in this thread only; the processes it starts inherit the mask and unblock the signals when they can
         # handle them.
@@ -278,7 +278,7 @@ class Launcher:
                 due = None if self._cold_because else start_at
             else:
                 due = None if self._ready else started + _READY_SECONDS
-            readable = self._wait(due)
+            readable = self._wait_for_event(due)
             if self._zygote is not None:
                 if readable or (due is not None and time.monotonic() >= due):
                     self._handle_zygote(timed_out=not readable)
@@ -308,7 +308,7 @@ class Launcher:
             self._zygote, self._socket = zygote, ours
             self._backing_off = False
 
-    def _wait(self, due: float | None) -> bool:
+    def _wait_for_event(self, due: float | None) -> bool:
         """Wait for the zygote, a call from another thread or the time `due`; return True if the zygote sent data."""
         waiting = select.poll()
         waiting.register(self._wake_reading, select.POLLIN)
@@ -366,7 +366,7 @@ class Launcher:
         outcome: TrainingProcess | OSError
         try:
             with self._orphans.starting() as started:
-                outcome = spawn_cold(request.wanted, self._environment)
+                outcome = spawn_cold(request.launch, self._environment)
                 started.add(outcome.pid)
         except OSError as problem:
             outcome = problem
@@ -377,7 +377,7 @@ class Launcher:
         if abandoned and isinstance(outcome, TrainingProcess):
             outcome.close()
 
-    def _wake(self) -> None:
+    def _wake_keeper(self) -> None:
         try:
             os.write(self._wake_writing, b"!")
         except BlockingIOError:

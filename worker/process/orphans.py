@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 2.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def adopt() -> None:
+def become_subreaper() -> None:
     """Have the kernel make every orphan among the descendants a child of this process."""
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -40,7 +40,7 @@ class Orphans:
 
     def adopt(self) -> None:
         """Adopt orphans from now on; every child in a session of its own must be started within `starting`."""
-        adopt()
+        become_subreaper()
         self._adopts = True
 
     @contextmanager
@@ -58,7 +58,7 @@ class Orphans:
             return
         own, deadline, pause = os.getsid(0), time.monotonic() + _PATIENCE_SECONDS, 0.001
         with self._lock:
-            children = _children()
+            children = _child_sessions()
             self._started &= children.keys()
             while adopted := [pid for pid, session in children.items() if session != own and pid not in self._started]:
                 for pid in adopted:
@@ -70,15 +70,15 @@ class Orphans:
                     return
                 time.sleep(pause)
                 pause = min(pause * 2, 0.05)
-                children = _children()
+                children = _child_sessions()
 
 
-def _children() -> dict[int, int]:
+def _child_sessions() -> dict[int, int]:
     """Return the sessions of the children of this process, by their ids."""
-    found = {}
+    sessions = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             stat = process_stat(int(entry.name))
             if stat is not None and stat.parent == os.getpid():
-                found[int(entry.name)] = stat.session
-    return found
+                sessions[int(entry.name)] = stat.session
+    return sessions

@@ -37,7 +37,7 @@ def kill_session(leader: ProcessIdentity, process: ProcessHandle | None = None) 
         hit.add(leader.pid)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     pause = 0.001
-    while members := list(_members(leader)):
+    while members := list(_session_members(leader)):
         if time.monotonic() > deadline:
             raise StillAliveError(f"processes {members} of session {leader.pid} do not die")
         for pid in members:
@@ -48,8 +48,8 @@ def kill_session(leader: ProcessIdentity, process: ProcessHandle | None = None) 
     return sorted(hit)
 
 
-def record(folder: Path, trainer: ProcessIdentity, meeting: Path | None = None) -> Path:
-    """Record that this process has started `trainer`, for `sweep` after a crash; return the file.
+def record_trainer(folder: Path, trainer: ProcessIdentity, meeting: Path | None = None) -> Path:
+    """Record that this process has started `trainer`, for `kill_leftovers` after a crash; return the file.
 
     `meeting` is the folder in which the processes of its run meet, which is removed with it.
     """
@@ -64,7 +64,7 @@ def record(folder: Path, trainer: ProcessIdentity, meeting: Path | None = None) 
     return path
 
 
-def sweep(folder: Path) -> list[int]:
+def kill_leftovers(folder: Path) -> list[int]:
     """Kill what trainers of dead workers left running (such as loader processes); return the process ids.
 
     The folders in which they met are removed.
@@ -100,7 +100,7 @@ def sweep(folder: Path) -> list[int]:
 def resident_bytes(leader: ProcessIdentity) -> int:
     """Return the memory of the processes of the leader's session in bytes; shared memory counts for each of them."""
     held = 0
-    for pid in _members(leader):
+    for pid in _session_members(leader):
         try:
             held += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         except (FileNotFoundError, ProcessLookupError):
@@ -108,7 +108,7 @@ def resident_bytes(leader: ProcessIdentity) -> int:
     return held * os.sysconf("SC_PAGE_SIZE")
 
 
-def _members(leader: ProcessIdentity) -> Iterator[int]:
+def _session_members(leader: ProcessIdentity) -> Iterator[int]:
     """Yield the living processes of the leader's session; none once its id belongs to another process."""
     if leader.boot_id != boot_id():
         return
@@ -118,11 +118,11 @@ def _members(leader: ProcessIdentity) -> Iterator[int]:
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             stat = process_stat(int(entry.name))
-            if stat is not None and _belongs(stat, leader):
+            if stat is not None and _is_member(stat, leader):
                 yield int(entry.name)
 
 
-def _belongs(stat: ProcessStat, leader: ProcessIdentity) -> bool:
+def _is_member(stat: ProcessStat, leader: ProcessIdentity) -> bool:
     return stat.session == leader.pid and stat.start_time >= leader.start_time and stat.state not in "ZX"
 
 
@@ -134,4 +134,4 @@ def _kill_member(pid: int, leader: ProcessIdentity) -> bool:
     with process:
         # Checked again with the process open: now the id cannot pass to another process unnoticed.
         stat = process_stat(pid)
-        return stat is not None and _belongs(stat, leader) and process.send_signal(signal.SIGKILL)
+        return stat is not None and _is_member(stat, leader) and process.send_signal(signal.SIGKILL)

@@ -48,7 +48,7 @@ class LaunchRequest:
         self._renew_until = renew_until
         self._should_end = should_end
 
-    def start(self) -> LaunchSpec:
+    def launch_spec(self) -> LaunchSpec:
         """Return the launch parameters, with the deadline as of now."""
         return self._start if self._renew_until is None else replace(self._start, deadline=self._renew_until())
 
@@ -60,7 +60,7 @@ class LaunchRequest:
             raise OSError("the secrets could not be sent")
         return channel
 
-    def check(self) -> None:
+    def raise_if_unwanted(self) -> None:
         """Raise LaunchAbandoned if the caller no longer wants the process."""
         if self._should_end is not None and self._should_end():
             raise LaunchAbandoned("the process is no longer wanted")
@@ -69,13 +69,13 @@ class LaunchRequest:
 class ColdStart:
     """Cold start requested from the launcher's keeper thread, and its outcome."""
 
-    def __init__(self, wanted: LaunchRequest) -> None:
-        self.wanted = wanted
+    def __init__(self, launch: LaunchRequest) -> None:
+        self.launch = launch
         self.awaited = True
         self.outcome: TrainingProcess | OSError | None = None
 
 
-def spawn_forked(wanted: LaunchRequest, zygote: socket.socket) -> TrainingProcess:
+def spawn_forked(request: LaunchRequest, zygote: socket.socket) -> TrainingProcess:
     """Have the zygote fork a process.
 
     A child that exists in spite of one of these errors, or that starts late, ends by itself: its parent or its control
@@ -89,16 +89,16 @@ def spawn_forked(wanted: LaunchRequest, zygote: socket.socket) -> TrainingProces
         OSError: This process is out of memory or descriptors.
     """
     with ExitStack() as undo:
-        channel = wanted.open_channel()
+        channel = request.open_channel()
         undo.callback(channel.close)
         status, zygote_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         undo.callback(status.close)
         with zygote_status:
             # The status socket comes first: when the zygote is out of descriptors, the kernel cuts off the last ones.
             fds = [zygote_status.fileno(), *channel.trainer_fds]
-            socket.send_fds(zygote, [wanted.start().to_json().encode()], fds)
-        channel.release()
-        _await_answer(status, wanted)
+            socket.send_fds(zygote, [request.launch_spec().to_json().encode()], fds)
+        channel.release_trainer_ends()
+        _await_answer(status, request)
         packet, descriptors, _flags, _address = socket.recv_fds(status, 4096, 1)
         if not packet:
             raise ConnectionError("the zygote is gone")
@@ -119,23 +119,23 @@ def spawn_forked(wanted: LaunchRequest, zygote: socket.socket) -> TrainingProces
     return started
 
 
-def _await_answer(status: socket.socket, wanted: LaunchRequest) -> None:
+def _await_answer(status: socket.socket, request: LaunchRequest) -> None:
     waiting = select.poll()
     waiting.register(status, select.POLLIN)
     deadline = time.monotonic() + FORK_SECONDS
     while not waiting.poll(LOOK_SECONDS * 1000):
-        wanted.check()
+        request.raise_if_unwanted()
         if time.monotonic() >= deadline:
             raise TimeoutError("the zygote does not answer")
 
 
-def spawn_cold(wanted: LaunchRequest, environment: Mapping[str, str]) -> TrainingProcess:
+def spawn_cold(request: LaunchRequest, environment: Mapping[str, str]) -> TrainingProcess:
     """Start a new interpreter as a child of the calling thread; raise OSError if the system has no resources for it."""
     with ExitStack() as undo:
-        channel = wanted.open_channel()
+        channel = request.open_channel()
         undo.callback(channel.close)
         fds = channel.trainer_fds
-        arguments = [wanted.start().to_json(), *map(str, fds), str(os.getpid())]
+        arguments = [request.launch_spec().to_json(), *map(str, fds), str(os.getpid())]
         popen = subprocess.Popen(
             [sys.executable, "-m", "worker.process.child", *arguments],
             pass_fds=fds,
@@ -147,7 +147,7 @@ def spawn_cold(wanted: LaunchRequest, environment: Mapping[str, str]) -> Trainin
         )
         undo.callback(popen.wait)
         undo.callback(popen.kill)
-        channel.release()
+        channel.release_trainer_ends()
         identity = ProcessIdentity.of_process(popen.pid, start_time(popen.pid))
         process = open_process(popen.pid)
         undo.callback(process.close)

@@ -52,7 +52,7 @@ class ExitWatcher(Protocol):
     def fileno(self) -> int:
         """Return a descriptor that is readable when the exit may be known."""
 
-    def look(self) -> Exit | None:
+    def poll_exit(self) -> Exit | None:
         """Return the exit if it is known; never waits."""
 
     def close(self) -> None: ...
@@ -72,7 +72,7 @@ class ZygoteExitWatcher:
     def fileno(self) -> int:
         return self._process.fileno() if self._lost else self._status.fileno()
 
-    def look(self) -> Exit | None:
+    def poll_exit(self) -> Exit | None:
         if not self._lost:
             try:
                 packet = self._status.recv(1024)
@@ -104,7 +104,7 @@ class ColdExitWatcher:
     def fileno(self) -> int:
         return self._process.fileno()
 
-    def look(self) -> Exit | None:
+    def poll_exit(self) -> Exit | None:
         try:
             end = self._process.reap()
         except ChildProcessError:
@@ -140,7 +140,7 @@ class TrainingProcess:
         """Process id, which is also the session id."""
         return self.identity.pid
 
-    def remember(self, record: Path, orphans: Orphans) -> None:
+    def set_record(self, record: Path, orphans: Orphans) -> None:
         """Set the file from which a later worker learns of this process, and who adopts what it leaves.
 
         `close` removes both.
@@ -154,7 +154,7 @@ class TrainingProcess:
     def poll(self) -> Exit | None:
         """Return the exit of the process, or None while it runs; its earlier output is still in the channel."""
         if self._exit is None:
-            end = self.fate.look()
+            end = self.fate.poll_exit()
             if end is not None and end.signal == signal.SIGKILL and not self._killed:
                 end = Exit(signal=end.signal, out_of_memory=_oom_kills() > self._oom_kills)
             self._exit = end

@@ -55,15 +55,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("modules", nargs="*")
-    given = parser.parse_args(list(arguments))
-    child.die_with_parent(given.parent)
+    options = parser.parse_args(list(arguments))
+    child.die_with_parent(options.parent)
     # A service manager signals every process of the service: the trainers then save, and must not lose their parent
     # meanwhile. The zygote ends when its worker does. The signals are blocked and not ignored, since a child inherits
     # the mask, and signals to a child must stay pending until the child can handle them.
     signal.pthread_sigmask(signal.SIG_BLOCK, child.TERMINATION_SIGNALS)
-    worker = socket.socket(fileno=given.fd)
+    worker = socket.socket(fileno=options.fd)
     try:
-        preload(given.modules)
+        preload_modules(options.modules)
         broken = check_gpus()
     except Exception as problem:
         worker.send(json.dumps({"failed": f"{type(problem).__name__}: {problem}"[:2000]}).encode())
@@ -72,15 +72,15 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()  # the collector would write to, and so copy, every page that the children share
     inherited = child.open_descriptors() - {worker.fileno()}
     worker.send(json.dumps({"ready": True, "broken": broken}).encode())
-    serve(worker, inherited)
+    serve_forks(worker, inherited)
 
 
-def preload(modules: Sequence[str]) -> None:
+def preload_modules(modules: Sequence[str]) -> None:
     """Import `modules`; raise RuntimeError if one of them started a thread or touched the GPU."""
     with child.collector_off(), capability_from_nvml():
         for module in modules:
             importlib.import_module(module)
-    threads = _threads()
+    threads = _running_threads()
     if len(threads) > 1:
         raise RuntimeError(f"the imports started threads, which no fork would have: {threads}")
     torch = sys.modules.get("torch")
@@ -88,7 +88,7 @@ def preload(modules: Sequence[str]) -> None:
         raise RuntimeError("the imports initialized CUDA, which no fork of this process could use")
 
 
-def _threads() -> list[str]:
+def _running_threads() -> list[str]:
     """Return the names of all Python and C threads that a fork would miss.
 
     jemalloc (in pyarrow) recreates its thread after a fork. NVML of driver 580 starts a thread when it is initialized,
@@ -111,14 +111,14 @@ def capability_from_nvml() -> Iterator[None]:
     import torch
 
     real = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda device=None: devices.capability(_index(device))
+    torch.cuda.get_device_capability = lambda device=None: devices.compute_capability(_device_index(device))
     try:
         yield
     finally:
         torch.cuda.get_device_capability = real
 
 
-def _index(device: Any) -> int:
+def _device_index(device: Any) -> int:
     """Return the index of a device in any form that torch takes; 0 if it names none, since none is current yet."""
     if isinstance(device, str):
         index: Any = device.rpartition(":")[2]
@@ -135,10 +135,10 @@ def check_gpus() -> dict[str, str]:
     """
     if "torch" not in sys.modules:
         return {}
-    found = devices.gpus()
+    gpus = devices.list_gpus()
     failed: dict[Device, str] = {}
-    for begin in range(0, len(found), _CHECKS_AT_ONCE):
-        started = [(gpu, *_start_check(gpu)) for gpu in found[begin : begin + _CHECKS_AT_ONCE]]
+    for begin in range(0, len(gpus), _CHECKS_AT_ONCE):
+        started = [(gpu, *_start_check(gpu)) for gpu in gpus[begin : begin + _CHECKS_AT_ONCE]]
         failed |= {gpu: reason for gpu, pid, answer in started if (reason := _end_check(pid, answer)) is not None}
     deadline = time.monotonic() + _CHECK_SECONDS
     for gpu, process in [(gpu, _start_new_check(gpu)) for gpu in failed]:
@@ -199,7 +199,7 @@ def _start_new_check(gpu: Device) -> "subprocess.Popen[bytes]":
     )
 
 
-def serve(worker: socket.socket, inherited: Set[int] = frozenset()) -> None:
+def serve_forks(worker: socket.socket, inherited: Set[int] = frozenset()) -> None:
     """Fork on request and report the exit of each child, until the worker is gone.
 
     `inherited`: descriptors that children keep.
@@ -222,7 +222,7 @@ def serve(worker: socket.socket, inherited: Set[int] = frozenset()) -> None:
             packet, fds, _flags, _address = socket.recv_fds(worker, _LARGEST_REQUEST, _FDS_PER_REQUEST)
             if not packet:
                 return
-            started = _fork(child.LaunchSpec.from_json(packet), fds, inherited)
+            started = _fork_child(child.LaunchSpec.from_json(packet), fds, inherited)
             if started is not None:
                 pid, process, status = started
                 with left.starting() as own:
@@ -232,7 +232,7 @@ def serve(worker: socket.socket, inherited: Set[int] = frozenset()) -> None:
                     waiting.register(process, select.POLLIN)
 
 
-def _fork(
+def _fork_child(
     start: child.LaunchSpec, fds: list[int], inherited: Set[int] = frozenset()
 ) -> tuple[int, ProcessHandle, socket.socket] | None:
     """Fork a child; return its process id, its handle and status socket, or None after reporting a lack of resources.

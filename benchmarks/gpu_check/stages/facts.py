@@ -35,7 +35,7 @@ def run(check: Check) -> None:
     if not check.on_gpu:
         check.record("gpu", "skipped", "needs a GPU")
         return
-    gpu, (used, _) = check.device, devices.memory(check.device) or (0, 0)
+    gpu, (used, _) = check.device, devices.memory_use(check.device) or (0, 0)
     check.record(
         "gpu", name=gpu.name, capability=gpu.capability, memory_gib=round(gpu.memory_bytes / 2**30, 1),
         used_gib=round(used / 2**30, 1), driver=_driver(),
@@ -91,7 +91,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str:
-    with devices.nvml() as library:
+    with devices.open_nvml() as library:
         try:
             return str(library.nvmlSystemGetDriverVersion())
         except library.NVMLError:

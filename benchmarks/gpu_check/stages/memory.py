@@ -53,7 +53,7 @@ def run(check: Check) -> None:
 
 
 def _job(check: Check, name: str, attempt: int, repairs: list[Any], fraction: float) -> Job:
-    config, changed = auto_repair.apply(CONFIG, repairs)
+    config, changed = auto_repair.apply_repairs(CONFIG, repairs)
     model = small_model(check, HIDDEN, LAYERS)
     spec = make_job(check.folder(name), model, long_texts(check), data_format="text", attempt=attempt, **config)
     spec["user_set_fields"] = sorted({*spec["user_set_fields"], *changed})

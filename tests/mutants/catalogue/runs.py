@@ -229,8 +229,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/outcome.py",
-                "    is_asked = lease.stop or lease.preempted_for or lease.leaving\n",
-                "    is_asked = lease.stop or lease.leaving\n",
+                "    is_requested = lease.stop or lease.preempted_for or lease.leaving\n",
+                "    is_requested = lease.stop or lease.leaving\n",
             ),
         ),
         test="tests/e2e/test_preemption.py::test_a_preempted_run_continues_exactly_after_the_one_above_it",

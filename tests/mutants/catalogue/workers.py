@@ -27,8 +27,8 @@ MUTANTS = (
         changes=(
             Change(
                 _LEASE,
-                "        self._sent = sent\n        self._take(row)\n",
-                "        self._sent = since_boot()\n        self._take(row)\n",
+                "        self._sent = sent\n        self._apply_row(row)\n",
+                "        self._sent = since_boot()\n        self._apply_row(row)\n",
             ),
         ),
         test="tests/worker/test_lease.py::test_a_renewal_counts_from_when_it_was_sent_however_late_its_answer",
@@ -75,7 +75,7 @@ MUTANTS = (
             ),
             Change(
                 "worker/ingest/event_writer.py",
-                "            self._changed.notify_all()\n        self._context.wake(self._run.id)\n",
+                "            self._changed.notify_all()\n        self._context.wake_streams(self._run.id)\n",
                 "            self._changed.notify_all()\n",
             ),
         ),
@@ -85,7 +85,9 @@ MUTANTS = (
         name="stop-waits-for-ever",
         promises=(9,),
         about="A trainer that ignores a stop request is never killed.",
-        changes=(Change(_MONITOR, "if now - self._asked_at <= grace:", "if now - self._asked_at >= 0:"),),
+        changes=(
+            Change(_MONITOR, "if now - self._stop_requested_at <= grace:", "if now - self._stop_requested_at >= 0:"),
+        ),
         test="tests/reliability/test_stop.py::TestStopIsBounded"
         "::test_a_trainer_that_does_not_listen_is_killed_after_the_grace",
     ),

@@ -24,7 +24,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     used = [0, 0]
     driver = install(monkeypatch, len(used))
     driver.used = used
-    devices.gpus.cache_clear()
+    devices.list_gpus.cache_clear()
     return used
 
 
@@ -35,7 +35,7 @@ def context(settings: Settings, engine: Engine, used: list[int]) -> Iterator[Wor
     yield context
     context.engine.dispose()
     context.lease_engine.dispose()
-    devices.gpus.cache_clear()
+    devices.list_gpus.cache_clear()
 
 
 def test_a_gpu_full_of_other_programs_takes_no_run_until_it_is_free(
@@ -73,8 +73,8 @@ def test_a_gpu_on_which_the_check_failed_takes_no_run_and_the_others_do(
         return len(seen) == 2
 
     monkeypatch.setattr(context.launcher, "wait_checked", wait_checked)
-    monkeypatch.setattr(supervisor, "supervise", lambda _context, run, _sent: seen.append(run.device_indexes))
-    supervisor.work(context)
+    monkeypatch.setattr(supervisor, "supervise_run", lambda _context, run, _sent: seen.append(run.device_indexes))
+    supervisor.train_pending_runs(context)
     assert seen == ["not checked yet", "checked", [1]]
     with engine.connect() as connection:
         broken, fine = connection.execute(text("SELECT trouble FROM devices ORDER BY index")).scalars()

@@ -47,7 +47,7 @@ class Lab:
     def ends(self, *, has_output: bool = True) -> Any:
         """Deliver, and store what follows; answers the run's row."""
         done = machine.complete(self.run.id, self.run.lease_epoch, 1, "done")
-        ending = delivery.deliver(self.context, self.run, self.lease, self.writer, done, has_output=has_output)
+        ending = delivery.deliver_output(self.context, self.run, self.lease, self.writer, done, has_output=has_output)
         with self.engine.begin() as connection:
             connection.execute(ending)
             return connection.execute(select(Run.__table__).where(Run.id == self.run.id)).one()

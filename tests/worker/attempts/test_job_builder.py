@@ -24,7 +24,7 @@ from app.tables.runs import Run
 from tests.factories import Trainer, make_model, mark_checkpoint, mark_run
 from tests.rows import add_run, run_row
 from worker.attempts import job_builder
-from worker.attempts.job_builder import Job, prepare
+from worker.attempts.job_builder import Job, prepare_job
 from worker.attempts.job_error import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.restore import RestoreControl
@@ -76,7 +76,7 @@ class Lab:
     def next_attempt(self, restore_control: RestoreControl = WAITS) -> tuple[Job, dict[str, Any]]:
         """Prepare it; answers the job and what its file says."""
         self.trainer = self.trainer.retry()
-        job = prepare(self.context, run_row(self.engine, self.trainer.run_id), CPU, restore_control)
+        job = prepare_job(self.context, run_row(self.engine, self.trainer.run_id), CPU, restore_control)
         return job, json.loads(job.path.read_text())
 
     def bad_reasons(self) -> dict[int, str | None]:
@@ -142,7 +142,7 @@ def test_a_run_that_resumes_another_never_starts_over_by_itself(lab: Lab) -> Non
         connection.execute(update(Run).where(Run.id == child.id).values(dataset_id=_dataset_of(lab)))
     lab.trainer = Trainer(lab.engine, child.id)
     with pytest.raises(JobError) as refused:
-        prepare(lab.context, run_row(lab.engine, child.id), CPU, WAITS)
+        prepare_job(lab.context, run_row(lab.engine, child.id), CPU, WAITS)
     assert refused.value.code == "config_error"
     assert '{"from": "start"}' in refused.value.message
 
@@ -162,7 +162,7 @@ def test_an_export_waits_for_a_store_that_is_away_and_takes_no_other_checkpoint(
     lab.trainer.complete()
     mark_checkpoint(lab.engine, lab.ids[20], replicated_at=func.now())
     with pytest.raises(JobError) as waits:
-        prepare(lab.context, export_of(lab, 20), CPU, WAITS)
+        prepare_job(lab.context, export_of(lab, 20), CPU, WAITS)
     assert waits.value.is_transient and waits.value.pause_seconds is not None
     assert lab.bad_reasons() == {10: None, 20: None}
 
@@ -177,7 +177,7 @@ def test_an_export_of_a_damaged_checkpoint_names_it_and_reads_no_other_one(
     verify = manifest.verify
     monkeypatch.setattr(manifest, "verify", lambda place, *more: verified.append(place) or verify(place, *more))
     with pytest.raises(JobError, match=f"{lab.ids[20]} cannot be exported: .*; export another one") as refused:
-        prepare(lab.context, export_of(lab, 20), CPU, WAITS)
+        prepare_job(lab.context, export_of(lab, 20), CPU, WAITS)
     assert not refused.value.is_transient and [place.name for place in verified] == ["checkpoint-20"]
     assert lab.bad_reasons()[20] is not None
 
@@ -242,7 +242,7 @@ def test_a_worker_that_has_lost_the_run_judges_no_checkpoint_and_sweeps_nothing_
     lab.trainer = lab.trainer.retry()
     saving = lab.storage.attempt_dir(lab.trainer.run_id, lab.trainer.attempt) / ".checkpoint-20.tmp"
     saving.mkdir(parents=True)
-    prepare(lab.context, stale, CPU, WAITS)
+    prepare_job(lab.context, stale, CPU, WAITS)
     assert saving.is_dir()
     assert lab.bad_reasons() == {10: None}
 
@@ -317,7 +317,7 @@ def _prepared(lab: Lab, config: dict[str, Any]) -> tuple[Job, dict[str, Any]]:
     with lab.engine.begin() as connection:
         connection.execute(update(Run).where(Run.id == run.id).values(dataset_id=_dataset_of(lab)))
     lab.trainer = Trainer(lab.engine, run.id)
-    job = prepare(lab.context, run_row(lab.engine, run.id), CPU, WAITS)
+    job = prepare_job(lab.context, run_row(lab.engine, run.id), CPU, WAITS)
     return job, json.loads(job.path.read_text())
 
 

@@ -28,7 +28,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     lease: Any = SimpleNamespace(expired=False, preempted_for=None, leaving=None, stop=StopRequest("checkpoint"))
-    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
+    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, log_line=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
     monitor = Monitor(context, lease, nothing, record_handler, process, nothing, nothing)
@@ -48,7 +48,7 @@ def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> N
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     context.draining.set()
     lease: Any = SimpleNamespace(expired=False, preempted_for=None, leaving=None, stop=None)
-    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, say=lambda *_: None)
+    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, log_line=lambda *_: None)
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
     monitor = Monitor(context, lease, nothing, record_handler, process, nothing, nothing)
@@ -80,7 +80,7 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
     monitor = Monitor(context, lease, writer, record_handler, nothing, nothing, nothing)
     for _ in range(3):
         now[0] += 8.0
-        monitor._take()
+        monitor._receive_output()
         assert monitor._reason_to_kill() is None
 
 
@@ -147,9 +147,9 @@ class TestRunOnSeveralHosts:
         processes: Any = SimpleNamespace(poll=lambda: local, kill=lambda: killed.append(True), drain=lambda: ())
         handler: Any = SimpleNamespace(take_part_end=lambda _: None, flush_output=lambda: None, phase="training")
         memory: Any = SimpleNamespace(look=lambda _: None)
-        writer: Any = SimpleNamespace(check=lambda: None)
+        writer: Any = SimpleNamespace(raise_if_failed=lambda: None)
         monitor = Monitor(context, lease, writer, handler, processes, memory, (), ["wrk_b", "wrk_c"])
-        monitor._take = lambda: now.__setitem__(0, now[0] + 0.5)  # type: ignore[method-assign]
+        monitor._receive_output = lambda: now.__setitem__(0, now[0] + 0.5)  # type: ignore[method-assign]
         monitor._reason_to_kill = lambda: None  # type: ignore[method-assign]
         end, _ = monitor.run_until_exit()
         assert killed

@@ -23,7 +23,7 @@ from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 from worker.attempts import supervisor
 from worker.attempts.job_error import JobError
-from worker.attempts.outcome import conclude, ended_here_before, exit_of, is_signal_death, lease_lost
+from worker.attempts.outcome import conclude_attempt, ended_here_before, exit_of, is_signal_death, lease_loss_transition
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
@@ -57,14 +57,16 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
     def attempt(context: WorkerContext, run: Any, lease: Any, writer: Any) -> Any:
         context.storage.attempt_dir(run.id, run.attempt).mkdir(parents=True)
         record_handler = RecordHandler(context, run, writer)
-        record_handler.take([("stdout", b"first\n")])
+        record_handler.handle_output([("stdout", b"first\n")])
         eventually(lambda: is_storing_the_first_line(engine))
         record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
-        record_handler.take([("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")])
+        record_handler.handle_output(
+            [("report", json.dumps(record).encode()), ("stdout", b"second\n"), ("stderr", b"last\n")]
+        )
         return machine.complete(run.id, run.lease_epoch, None, "training is complete")
 
     monkeypatch.setattr(supervisor, "attempt", attempt)
-    supervisor.supervise(context, run, time.monotonic())
+    supervisor.supervise_run(context, run, time.monotonic())
     context.engine.dispose()
     context.lease_engine.dispose()
     reported = [event.data.get("line") or event.data.get("to") or event.type for event in events_of(engine, run.id)]
@@ -83,9 +85,9 @@ def attempt_that_cannot_be_prepared(
         raise problem
 
     monkeypatch.setattr(supervisor, "prepare", prepare)
-    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work())
+    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, retry_during_outage=lambda work: work())
     with engine.begin() as connection:
-        connection.execute(supervisor.attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
+        connection.execute(supervisor.run_attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
     context.engine.dispose()
     context.lease_engine.dispose()
     return context, run_row(engine, run.id)
@@ -106,12 +108,12 @@ def test_a_run_for_which_no_thread_can_be_started_is_released_without_a_loss(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    supervisor.supervise(context, run, time.monotonic())
+    supervisor.supervise_run(context, run, time.monotonic())
     context.engine.dispose()
     context.lease_engine.dispose()
     released = run_row(engine, run.id)
     assert (released.status, released.lost_count) == ("pending", 0)
-    assert "ulimit -u" in (context.health.trouble() or "")
+    assert "ulimit -u" in (context.health.unhealthy_reason() or "")
 
 
 def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
@@ -119,7 +121,7 @@ def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
 ) -> None:
     away = JobError("storage_unavailable", "it refuses this process", is_transient=True, pause_seconds=0.0)
     worker, run = attempt_that_cannot_be_prepared(settings, engine, monkeypatch, away)
-    assert "it refuses this process" in (worker.health.trouble() or "")
+    assert "it refuses this process" in (worker.health.unhealthy_reason() or "")
     assert (run.status, run.lost_count) == ("pending", 0)
 
 
@@ -138,11 +140,11 @@ def test_readers_are_woken_when_there_is_something_to_read(
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings)
     seen: list[int] = []
-    monkeypatch.setattr(context, "wake", lambda run_id: seen.append(len(events_of(engine, run_id))))
+    monkeypatch.setattr(context, "wake_streams", lambda run_id: seen.append(len(events_of(engine, run_id))))
     lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=run.id)
     context.storage.attempt_dir(run.id, run.attempt).mkdir(parents=True)
     with EventWriter(context, run, lease) as writer:
-        RecordHandler(context, run, writer).take([("stdout", b"a line\n")])
+        RecordHandler(context, run, writer).handle_output([("stdout", b"a line\n")])
         eventually(lambda: seen, what="a wake-up")
     context.engine.dispose()
     context.lease_engine.dispose()
@@ -162,7 +164,7 @@ def test_a_completed_run_reports_where_its_output_was_pushed(hub: Any, reported:
     record_handler: Any = SimpleNamespace(result={"outcome": "completed", "output": "output", "hub": hub})
     nothing: Any = None
     with engine.begin() as connection:
-        connection.execute(conclude(nothing, run, nothing, record_handler, Exit(code=0), None))
+        connection.execute(conclude_attempt(nothing, run, nothing, record_handler, Exit(code=0), None))
     last_status = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert (last_status["to"], last_status["reason"]) == ("completed", f"training is complete{reported}")
 
@@ -181,7 +183,7 @@ def test_a_limit_that_the_user_set_completes_the_run_and_names_itself(
     record_handler: Any = SimpleNamespace(result={"outcome": outcome, "why": why, "output": "output"})
     nothing: Any = None
     with engine.begin() as connection:
-        connection.execute(conclude(nothing, run, nothing, record_handler, Exit(code=0), None))
+        connection.execute(conclude_attempt(nothing, run, nothing, record_handler, Exit(code=0), None))
     row = run_row(engine, run.id)
     assert (row.status, row.end_reason, row.output_attempt, row.error_code) == ("completed", end_reason, 1, None)
 
@@ -210,7 +212,7 @@ def test_a_trainer_killed_by_a_signal_is_retried_until_that_recurs_at_one_step(
         report = FailureReport(exit_signal=number, step=step)
         with engine.begin() as connection:
             is_repeated = is_signal_death(handler, end, None) and ended_here_before(connection, run, step)
-            connection.execute(conclude(nothing, run, nothing, handler, end, None, is_repeated))
+            connection.execute(conclude_attempt(nothing, run, nothing, handler, end, None, is_repeated))
             connection.execute(
                 update(Attempt).where(Attempt.attempt == run.attempt).values(report=report.model_dump(mode="json"))
             )
@@ -232,7 +234,7 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     context: Any = SimpleNamespace(settings=settings.model_copy(update={"lease_seconds": 60.0}))
     lease = Lease(context, run.id, run.lease_epoch, time.monotonic() - silence)
     with engine.begin() as connection:
-        connection.execute(lease_lost(run, lease))
+        connection.execute(lease_loss_transition(run, lease))
     last_status = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert last_status["reason"].startswith(says) and last_status["reason"].endswith(
         "continues from its last checkpoint"
@@ -250,8 +252,8 @@ def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest
     settings = SimpleNamespace(save_grace_seconds=1.0)
     context: Any = SimpleNamespace(uploader=uploader, drained_at=float("inf"), settings=settings)
     lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
-    writer: Any = SimpleNamespace(put=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain"))
-    supervisor.settle(context, lease, writer)
+    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain"))
+    supervisor.wait_for_uploads(context, lease, writer)
     assert asked == (["drain", "settle"] if waits else [])
 
 
@@ -300,8 +302,8 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None, settings=settings,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
-    writer: Any = SimpleNamespace(put=lambda _: None, persist=lambda work: work(), progress=None)
-    supervisor.attempt(context, run, lease, writer)
+    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, retry_during_outage=lambda work: work(), progress=None)
+    supervisor.run_attempt(context, run, lease, writer)
     assert whole.is_dir() and not any(folder.exists() for folder in half)
 
 
@@ -337,7 +339,7 @@ class TestEndOfAPart:
             run = claim(engine, add_worker(engine))
             nothing: Any = SimpleNamespace(result=None, phase="training", step=3)
             with engine.begin() as connection:
-                connection.execute(conclude(nothing, run, nothing, nothing, end, None))
+                connection.execute(conclude_attempt(nothing, run, nothing, nothing, end, None))
             assert run_row(engine, run.id).status == "pending"
             reason = events_of(engine, run.id)[-1].data["reason"]
             assert says in reason
@@ -348,7 +350,7 @@ class TestEndOfAPart:
         lease: Any = SimpleNamespace(stop=None, preempted_for=None, leaving="wrk_b")
         nothing: Any = SimpleNamespace(result={"outcome": "stopped", "why": "drain"})
         with engine.begin() as connection:
-            connection.execute(conclude(nothing, run, lease, nothing, Exit(code=0), None))
+            connection.execute(conclude_attempt(nothing, run, lease, nothing, Exit(code=0), None))
         row = run_row(engine, run.id)
         assert (row.status, row.lost_count) == ("pending", 0)
         assert (
@@ -361,7 +363,7 @@ def test_the_failure_of_a_part_is_that_of_the_run_and_its_lines_are_kept(setting
     add_run(engine)
     run = claim(engine, add_worker(engine))
     context = WorkerContext(settings)
-    sink: Any = SimpleNamespace(put=lambda _: None, progress=None)
+    sink: Any = SimpleNamespace(enqueue_item=lambda _: None, progress=None)
     handler = RecordHandler(context, run, sink)
     failure = {"outcome": "failed", "error": {"code": "device_error", "message": "no memory\x00 left"}}
     handler.take_part_end(PartEnd(rank=5, exit_code=1, failure=failure, last_lines=["[rank 5] Traceback"]))

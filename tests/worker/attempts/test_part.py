@@ -37,7 +37,7 @@ def context(settings: Settings, engine: Engine) -> Iterator[WorkerContext]:
     context = WorkerContext(settings.model_copy(update={"group_interface": "lo", "slots": 1}))
     context.note_health(None)
     with engine.begin() as connection:
-        context._register(connection)
+        context._register_worker(connection)
         connection.execute(update(Worker).where(Worker.id == context.id).values(backends=["fake"]))
         connection.execute(update(Device).where(Device.worker_id == context.id).values(memory_mb=1000))
     yield context
@@ -68,8 +68,8 @@ def take(context: WorkerContext, engine: Engine) -> PartSupervisors:
     supervisors = PartSupervisors(context)
     with engine.connect() as connection:
         found = connection.execute(parts.of_worker(context.id)).all()
-    supervisors.take(found)
-    supervisors.take(found)
+    supervisors.start_new_parts(found)
+    supervisors.start_new_parts(found)
     return supervisors
 
 
@@ -136,9 +136,9 @@ def test_a_log_line_that_the_database_does_not_take_costs_no_other(
         append(connection, run_id, lease_epoch, batch)
 
     monkeypatch.setattr(event_log, "append_lines", refuse)
-    with part_module._PartLog(context, ClaimedRun.of(claimed)) as sink:
+    with part_module._PartLog(context, ClaimedRun.from_row(claimed)) as sink:
         for line in lines:
-            sink.put(NewEvent.from_payload("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
+            sink.enqueue_item(NewEvent.from_payload("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
     stored = [data["line"] for _, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
     assert (stored, sink._dropped) == (["a", "c", "d"], 1)
 
@@ -147,7 +147,7 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
     context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_module, "_VISIBLE_SECONDS", 0.2)
-    prepare, asked = part_module._Part._prepare, []
+    prepare, asked = part_module._Part._prepare_job, []
 
     def away_at_first(part: Any) -> Any:
         asked.append(part)
@@ -155,7 +155,7 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
             raise OperationalError("SELECT", {}, psycopg.OperationalError("the connection is closed"))
         return prepare(part)
 
-    monkeypatch.setattr(part_module._Part, "_prepare", away_at_first)
+    monkeypatch.setattr(part_module._Part, "_prepare_job", away_at_first)
     supervisors = take(context, engine)
     with engine.begin() as connection:
         connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
@@ -177,7 +177,7 @@ def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(c
 def test_a_device_that_another_program_took_since_the_claim_ends_it_and_is_paused(
     context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "occupation", lambda _: "other programs use 70.0 of 80.0 GiB of its memory")
+    monkeypatch.setattr(devices, "occupation_reason", lambda _: "other programs use 70.0 of 80.0 GiB of its memory")
     supervisors = take(context, engine)
     with engine.begin() as connection:
         connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
@@ -228,9 +228,9 @@ class TestFiles:
     ) -> None:
         unfinished = context.storage.attempt_dir(claimed.id, 1) / ".output.tmp"
         unfinished.mkdir(parents=True)
-        end = part._watch(self.processes(Exit(peer_lost=True)), self.handler, self.Network())
+        end = part._watch_processes(self.processes(Exit(peer_lost=True)), self.handler, self.Network())
         assert end.peer_lost
-        part.store(end)
+        part.store_end(end)
         thread = threading.Thread(target=part.tidy)
         thread.start()
         thread.join(3 * context.settings.renew_seconds)
@@ -241,7 +241,7 @@ class TestFiles:
         assert not thread.is_alive() and not unfinished.exists()
 
     def test_it_ends_with_its_processes_and_waits_for_no_export_of_rank_0(self, part: Any) -> None:
-        end = part._watch(self.processes(None, is_done=True), self.handler, self.Network())
+        end = part._watch_processes(self.processes(None, is_done=True), self.handler, self.Network())
         assert (end.exit_code, end.problem, end.failure) == (0, None, None) and exit_of(
             EndedPart("wrk_other", 1, 1, end)
         ) is None
@@ -250,7 +250,7 @@ class TestFiles:
         self, part: Any, context: WorkerContext
     ) -> None:
         most = context.settings.kill_after_seconds
-        end = part._watch(self.processes(None), self.handler, self.Network(most + 1))
+        end = part._watch_processes(self.processes(None), self.handler, self.Network(most + 1))
         assert end.problem.startswith("the host of rank 0 could not be reached at tcp://10.0.0.1:4000 for")
         assert end.last_lines == ["the last line"]
 
@@ -266,15 +266,15 @@ class TestEnd:
     handler: Any = SimpleNamespace(part_failure=None, tail=["the last line"])
 
     def test_of_a_process_that_never_reached_rank_0_says_what_to_check(self, part: Any) -> None:
-        end = part._end_of(Exit(code=EXIT_RANK_ZERO_UNREACHABLE, rank=1), self.handler)
+        end = part._end_from_exit(Exit(code=EXIT_RANK_ZERO_UNREACHABLE, rank=1), self.handler)
         assert end.rank == 1 and "rank 0 could not be reached at 10.0.0.1:4000: check that ANNEAL_GROUP" in end.problem
 
     def test_of_a_complete_run_lets_the_device_take_runs_again(
         self, part: Any, context: WorkerContext, engine: Engine, claimed: Any
     ) -> None:
         context.health.device_failed(0)
-        assert part._end_of(None, self.handler).exit_code == 0 and part._verdicts == []
+        assert part._end_from_exit(None, self.handler).exit_code == 0 and part._verdicts == []
         with engine.begin() as connection:
             connection.execute(machine.complete(claimed.id, claimed.lease_epoch, None, "done"))
-        assert part._end_of(None, self.handler).exit_code == 0 and len(part._verdicts) == 1
+        assert part._end_from_exit(None, self.handler).exit_code == 0 and len(part._verdicts) == 1
         assert not context.health.device_worked(0)

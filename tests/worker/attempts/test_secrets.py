@@ -17,7 +17,7 @@ from tests.stack import Stack
 from tests.worker.attempts.test_job_builder import WAITS, Context
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job
-from worker.attempts.job_builder import Job, prepare
+from worker.attempts.job_builder import Job, prepare_job
 from worker.attempts.job_error import JobError
 
 TOKEN = "token-of-ada/0123456789+abcdef"
@@ -37,7 +37,7 @@ def prepared(settings: Settings, engine: Engine, base_model: str, **config: Any)
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a"}\n')
     claimed = claim(engine, add_worker(engine, backends=["celery"]))
-    return prepare(context, run_row(engine, claimed.id), CPU, WAITS)  # type: ignore[arg-type]
+    return prepare_job(context, run_row(engine, claimed.id), CPU, WAITS)  # type: ignore[arg-type]
 
 
 def files_with(text: str, *roots: Path) -> list[Path]:

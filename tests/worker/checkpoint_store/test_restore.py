@@ -16,7 +16,7 @@ from tests.rows import add_run, add_worker, run_row
 from tests.worker.attempts.test_job_builder import CPU, WAITS, flip
 from tests.worker.checkpoint_store.store_lab import StoreLab, lab, share  # noqa: F401
 from worker.attempts import job_error
-from worker.attempts.job_builder import prepare
+from worker.attempts.job_builder import prepare_job
 from worker.attempts.job_error import JobError
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store import restore
@@ -197,7 +197,7 @@ def test_what_a_dead_worker_fetched_by_half_for_a_run_goes_with_the_next_one_tha
     for half in halves:
         half.mkdir()
     with lab.context.working_copy.used_by(child.id):
-        assert prepare(lab.context, run_row(engine, trainer.run_id), CPU, WAITS).start_step == 10
+        assert prepare_job(lab.context, run_row(engine, trainer.run_id), CPU, WAITS).start_step == 10
     assert [half.is_dir() for half in halves] == [True, False] and whole.is_dir()
 
 

@@ -86,8 +86,8 @@ def test_room_that_runs_out_while_waiting_events_are_stored_ends_that(
     disk = [little]
     monkeypatch.setattr(os, "statvfs", lambda path: disk[-1](path))
     first, second = (NewEvent.from_payload("metric", float(step), {"step": step, "loss": 1.0}) for step in (1, 2))
-    lab.writer.put(RunUpdate(lambda _: disk.append(little), first))
-    lab.writer.put(second)
+    lab.writer.enqueue_item(RunUpdate(lambda _: disk.append(little), first))
+    lab.writer.enqueue_item(second)
     eventually(lambda: caplog.text.count("what the run reports waits") == 1)
     disk.append(enough)
     eventually(lambda: caplog.text.count("what the run reports waits") == 2)

@@ -36,14 +36,14 @@ class Log:
 
     def say(self, *texts: str) -> None:
         for text in texts:
-            self.file.add(line(text), NOON)
+            self.file.add_line(line(text), NOON)
         self.file.flush()
 
 
 def test_every_line_has_time_stream_and_level_and_the_file_is_plain_gzip(tmp_path: Path) -> None:
     log = Log(tmp_path)
     log.say("one", "two ä")
-    log.file.add(line("a\nb", stream="anneal", level="warning"), NOON)
+    log.file.add_line(line("a\nb", stream="anneal", level="warning"), NOON)
     log.file.close()
     log.say("too late")
     assert gzip.decompress((tmp_path / "log.txt.gz").read_bytes()).decode().splitlines() == [

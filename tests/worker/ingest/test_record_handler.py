@@ -59,10 +59,10 @@ class Lab:
 
     def says(self, type: str, **fields: Any) -> None:
         record = {"type": type, "ts": time.time(), **fields}
-        self.record_handler.take([("report", json.dumps(record).encode())])
+        self.record_handler.handle_output([("report", json.dumps(record).encode())])
 
     def prints(self, text: str) -> None:
-        self.record_handler.take([("stdout", text.encode())])
+        self.record_handler.handle_output([("stdout", text.encode())])
 
     def events(self) -> list[tuple[str, Any]]:
         events = events_of(self.engine, self.run.id)
@@ -88,7 +88,7 @@ def checkpoint(step: int) -> dict[str, Any]:
 
 def test_every_line_of_a_flood_and_every_message_is_in_the_complete_log(lab: Lab) -> None:
     lab.prints("".join(f"line {number}\n" for number in range(5000)))
-    lab.record_handler.take([("stderr", b"of another rank\n")], rank=3)
+    lab.record_handler.handle_output([("stderr", b"of another rank\n")], rank=3)
     lab.says("message", line="a message")
     lab.record_handler.flush_output()
     lab.writer.drain()
@@ -185,7 +185,7 @@ def test_skipped_rows_become_an_event(lab: Lab) -> None:
 def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("before\n")
     lab.record_handler.last_output_at = 0.0
-    lab.record_handler.take([("report", HEARTBEAT)])
+    lab.record_handler.handle_output([("report", HEARTBEAT)])
     assert lab.record_handler.last_output_at > 0
     lab.prints("after\n")
     lab.writer.drain()
@@ -193,10 +193,10 @@ def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
 
 
 def test_a_rank_that_waits_for_others_is_known_until_it_goes_on(lab: Lab) -> None:
-    lab.record_handler.take([("report", WAITING)], 1)
-    lab.record_handler.take([("report", WAITING), ("stderr", b"a warning\n")], 2)
+    lab.record_handler.handle_output([("report", WAITING)], 1)
+    lab.record_handler.handle_output([("report", WAITING), ("stderr", b"a warning\n")], 2)
     assert lab.record_handler.waiting == {1, 2}
-    lab.record_handler.take([("report", RESUMED)], 1)
+    lab.record_handler.handle_output([("report", RESUMED)], 1)
     assert lab.record_handler.waiting == {2}
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["[rank 2] a warning"]
@@ -269,7 +269,7 @@ def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(
     event.listen(lab.engine, "begin", fail_once)
     with lab.writer._changed:  # so that all of them are one batch
         for one in batch:
-            lab.writer._waiting.put(one)
+            lab.writer._waiting.enqueue_item(one)
         lab.writer._changed.notify_all()
     lab.writer.drain()
     event.remove(lab.engine, "begin", fail_once)
@@ -281,7 +281,7 @@ def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(
 def test_one_event_that_is_refused_costs_only_itself(lab: Lab) -> None:
     for step in range(1, 20):
         data = '{"broken": ' if step == 7 else "{}"
-        lab.writer.put(NewEvent("eval", datetime.now(UTC), data))
+        lab.writer.enqueue_item(NewEvent("eval", datetime.now(UTC), data))
     lab.writer.drain()
     kinds = [kind for kind, _ in lab.events()[2:]]
     assert kinds == ["eval"] * 6 + ["log"] + ["eval"] * 12
@@ -301,7 +301,7 @@ def test_a_checkpoint_that_the_database_refuses_is_reported_and_training_goes_on
     b'{"type": "eval", "step": 1, "metrics": [1]}', b'{"type": "eval", "step": 1, "metrics": "x"}',
 ])  # fmt: skip
 def test_a_record_that_makes_no_sense_is_a_line_in_the_log(lab: Lab, record: bytes) -> None:
-    lab.record_handler.take([("report", record)])
+    lab.record_handler.handle_output([("report", record)])
     lab.writer.drain()
     assert [kind for kind, _ in lab.events()[2:]] == ["log"]
 
@@ -310,7 +310,7 @@ def test_a_record_beyond_the_limit_of_its_size_is_a_line_in_the_log(lab: Lab) ->
     lab.says("sample", step=1, prompt="x" * 60_000, completion="y" * 60_000)
     lab.says("sample", step=1, prompt="x" * 70_000, completion="y" * 70_000)
     grown = b'{"type": "progress", "phase": "a", "done": [' + b"1e15," * 9000 + b'1e15], "more": [' + b"1e15," * 9000
-    lab.record_handler.take([("report", grown + b"1e15]}")])
+    lab.record_handler.handle_output([("report", grown + b"1e15]}")])
     lab.writer.drain()
     (kept, _), (_, too_long), (_, too_large) = lab.events()[2:]
     assert kept == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
@@ -324,7 +324,7 @@ def test_a_record_cannot_speak_for_another_run(lab: Lab) -> None:
 
 def test_names_of_non_finite_values_are_bounded(lab: Lab) -> None:
     values = ",".join(["NaN"] * 9000)
-    lab.record_handler.take([("report", f'{{"type": "progress", "{"x" * 60_000}": [{values}]}}'.encode())])
+    lab.record_handler.handle_output([("report", f'{{"type": "progress", "{"x" * 60_000}": [{values}]}}'.encode())])
     lab.writer.drain()
     ((_, data),) = lab.events()[2:]
     assert len(data["non_finite"]) == 100 and max(map(len, data["non_finite"])) == 200
@@ -338,8 +338,8 @@ def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
     handler, record = lab.record_handler, b'{"type": "unknown"' + b" " * 120_000 + b"}"
     while not handler.is_over_budget:
         assert not any("report less often" in line for line in handler.tail)
-        handler.take([("report", record)])
-    handler.take([("report", record)])
+        handler.handle_output([("report", record)])
+    handler.handle_output([("report", record)])
     assert len([line for line in handler.tail if "report less often" in line]) == 1
     now[0] += 0.3
     assert not handler.is_over_budget
@@ -369,14 +369,14 @@ def test_an_attempt_has_a_limit_of_curves(lab: Lab) -> None:
     ids=["the stream of all runs", "the log with errors", "the database with rows"],
 )
 def test_a_process_cannot_flood(lab: Lab, monkeypatch: pytest.MonkeyPatch, record: bytes, most: int) -> None:
-    monkeypatch.setattr(lab.writer, "put", lambda _: None)
+    monkeypatch.setattr(lab.writer, "enqueue_item", lambda _: None)
     now = time.monotonic()
     # The budget grows with time, of which a busy machine takes more.
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    lab.record_handler._budget.spend(15 * 2**20, now)
+    lab.record_handler._budget.spend_bytes(15 * 2**20, now)
     count = 0
     while not lab.record_handler.is_over_budget:
-        lab.record_handler.take([("report", record)] * 10)
+        lab.record_handler.handle_output([("report", record)] * 10)
         count += 10
     assert most / 2 <= count <= most
 
@@ -485,11 +485,11 @@ def test_an_error_that_trying_again_does_not_cure_is_raised_at_once(lab: Lab) ->
     def forbidden(_: Any) -> None:
         raise ProgrammingError("SELECT", {}, Exception("permission denied"))
 
-    lab.writer.put(RunUpdate(forbidden))
+    lab.writer.enqueue_item(RunUpdate(forbidden))
     with pytest.raises(ProgrammingError):
         lab.writer.drain()
     with pytest.raises(ProgrammingError):
-        lab.writer.persist(lambda: forbidden(None))
+        lab.writer.retry_during_outage(lambda: forbidden(None))
 
 
 def test_a_fenced_record_handler_writes_nothing(lab: Lab) -> None:
@@ -512,7 +512,7 @@ def test_gives_up_only_when_the_lease_is_over(lab: Lab) -> None:
         raise OperationalError("SELECT", {}, Exception("server closed the connection"))
 
     with pytest.raises(LeaseLost):
-        lab.writer.persist(fail)
+        lab.writer.retry_during_outage(fail)
     assert calls == 3
 
 
@@ -584,8 +584,8 @@ class TestOtherRanks:
         error = {"code": "out_of_memory", "message": "no memory"}
         failed = {"type": "result", "ts": time.time(), "outcome": "failed", "error": error}
         for source, data in (("stdout", b"of rank 1\n"), ("report", json.dumps(failed).encode())):
-            lab.record_handler.take([(source, data)], 1)  # type: ignore[list-item]
-        lab.record_handler.take([("report", json.dumps(metric).encode())], 1)
+            lab.record_handler.handle_output([(source, data)], 1)  # type: ignore[list-item]
+        lab.record_handler.handle_output([("report", json.dumps(metric).encode())], 1)
         assert lab.record_handler.result is None, "rank 0 may have another one to report"
         lab.record_handler.flush_output()
         lab.writer.drain()
@@ -599,7 +599,7 @@ class TestOtherRanks:
         """The device of that rank is paused, not the one of the rank that reports it."""
         error = {"code": "device_error", "message": "On rank 3: the GPU failed"}
         failed = {"type": "result", "outcome": "failed", "error": error, "rank": 3}
-        lab.record_handler.take([("report", json.dumps(failed).encode())], 1)
+        lab.record_handler.handle_output([("report", json.dumps(failed).encode())], 1)
         lab.record_handler.flush_output()
         assert (lab.record_handler.failed_rank, (lab.record_handler.result or {})["error"]) == (3, error)
         lab.says("result", outcome="failed", error=error, rank=2)
@@ -609,15 +609,15 @@ class TestOtherRanks:
         """Before, they may work for long while rank 0 waits; in training they may go on while rank 0 hangs."""
         handler = lab.record_handler
         handler.last_output_at = 0.0
-        handler.take([("stdout", b"loading\n")], 1)
+        handler.handle_output([("stdout", b"loading\n")], 1)
         assert handler.last_output_at > 0
         handler.training_started, handler.last_output_at = True, 0.0
-        handler.take([("stdout", b"loading\n")], 1)
+        handler.handle_output([("stdout", b"loading\n")], 1)
         assert handler.last_output_at == 0.0
 
     def test_the_result_of_rank_0_comes_first(self, lab: Lab) -> None:
         failed = {"type": "result", "outcome": "failed", "error": {"code": "internal", "message": "it broke"}}
-        lab.record_handler.take([("report", json.dumps(failed).encode())], 1)
+        lab.record_handler.handle_output([("report", json.dumps(failed).encode())], 1)
         lab.says("result", outcome="completed")
         lab.record_handler.flush_output()
         assert (lab.record_handler.result or {})["outcome"] == "completed"

@@ -20,7 +20,7 @@ KEY = "anneal_" + "x-_Y9" * 8 + "abc"
 
 def hiding(*values: str) -> Redactor:
     redact = Redactor()
-    redact.hide(values)
+    redact.hide_values(values)
     return redact
 
 
@@ -108,14 +108,14 @@ def test_what_the_trainer_or_we_cut_off_ends_with_no_beginning_of_a_secret() -> 
         found = parse_record(json.dumps({"type": "message", "line": "x" * before + SECRET}).encode(), redact)
         assert found and SECRET[:5] not in found["line"]
     many = f"{SECRET} " * 4000
-    assert SECRET[:5] not in redact.cut(many, 50_000)
+    assert SECRET[:5] not in redact.cut_text(many, 50_000)
     whole = {"type": "message", "line": "loading " * 10 + "…"}
     assert parse_record(json.dumps(whole).encode(), redact) == whole
 
 
 def test_a_short_text_is_cut_as_ever() -> None:
-    assert Redactor().cut("abc" * 100, 200) == ("abc" * 100)[:200]
-    assert Redactor().cut("x" * (200 + LONGEST + 1), 200) == "x" * 200
+    assert Redactor().cut_text("abc" * 100, 200) == ("abc" * 100)[:200]
+    assert Redactor().cut_text("x" * (200 + LONGEST + 1), 200) == "x" * 200
 
 
 def test_masking_costs_a_small_part_of_what_making_lines_costs() -> None:

@@ -29,9 +29,9 @@ def nothing(_: Connection) -> None: ...
 
 def everything(spool: Spool, at_once: int = 2) -> list[NewEvent | RunUpdate]:
     taken: list[NewEvent | RunUpdate] = []
-    while head := spool.head(at_once):
+    while head := spool.first_items(at_once):
         taken += head
-        spool.drop(len(head))
+        spool.drop_first(len(head))
     assert len(spool) == 0 and not spool.is_full
     return taken
 
@@ -82,12 +82,12 @@ def test_order_and_content_are_kept_whatever_waits_where(
         patch.setattr(os, "pwrite", unreliable)
         for action in actions:
             if isinstance(action, int):
-                head = spool.head(action)
+                head = spool.first_items(action)
                 assert 0 < len(head) <= action or len(spool) == 0
-                spool.drop(len(head))
+                spool.drop_first(len(head))
                 taken += head
             else:
-                spool.put(action)
+                spool.enqueue_item(action)
                 put.append(action)
             assert len(spool) == len(put) - len(taken)
         taken += everything(spool)
@@ -99,7 +99,7 @@ def test_order_and_content_are_kept_whatever_waits_where(
 def test_any_text_comes_back_from_the_disk_as_it_was(spool: Spool, text: str) -> None:
     put = [line(text, datetime(2026, 1, 1, 12, 0, 0, microsecond, UTC)) for microsecond in range(5)]
     for item in put:
-        spool.put(item)
+        spool.enqueue_item(item)
     assert spool._segments
     assert everything(spool) == put
 
@@ -107,11 +107,11 @@ def test_any_text_comes_back_from_the_disk_as_it_was(spool: Spool, text: str) ->
 def test_the_disk_is_bounded_then_writers_have_to_wait(spool: Spool, caplog: pytest.LogCaptureFixture) -> None:
     count = 0
     while not spool.is_full:
-        spool.put(line(f"{count:050}"))
+        spool.enqueue_item(line(f"{count:050}"))
         count += 1
         assert count < 100
     assert 20 < count < 45, "2,000 bytes on disk and three in memory"
-    spool.put(line("said before the trainer noticed"))
+    spool.enqueue_item(line("said before the trainer noticed"))
     assert [record.levelname for record in caplog.records] == ["WARNING"], "one line, not one for each event"
     assert "training waits" in caplog.text
     taken = everything(spool)
@@ -124,7 +124,7 @@ def test_the_disk_is_bounded_then_writers_have_to_wait(spool: Spool, caplog: pyt
 def test_the_disk_is_free_again_when_all_is_taken(spool: Spool) -> None:
     for _ in range(3):
         for number in range(30):
-            spool.put(line(f"{number:040}"))
+            spool.enqueue_item(line(f"{number:040}"))
         assert not spool.is_full
         everything(spool)
     assert not spool._segments
@@ -133,14 +133,14 @@ def test_the_disk_is_free_again_when_all_is_taken(spool: Spool) -> None:
 def test_changes_of_the_run_are_bounded_too(spool: Spool) -> None:
     for _ in range(8):
         assert not spool.is_full
-        spool.put(RunUpdate(nothing))
+        spool.enqueue_item(RunUpdate(nothing))
     assert spool.is_full
     everything(spool)
 
 
 def test_no_one_else_finds_the_files_and_a_kill_leaves_none(spool: Spool, tmp_path: Path) -> None:
     for number in range(20):
-        spool.put(line(f"secret {number:040}"))
+        spool.enqueue_item(line(f"secret {number:040}"))
     folder = tmp_path / "home" / "spool"
     assert spool._segments and list(folder.iterdir()) == []
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -152,7 +152,7 @@ def test_a_disk_that_refuses_makes_the_trainer_wait_and_loses_nothing(
     (tmp_path / "file").write_text("no folder")
     spool = Spool("run", tmp_path / "file" / "spool", SMALL)
     for number in range(10):
-        spool.put(line(str(number)))
+        spool.enqueue_item(line(str(number)))
     assert spool.is_full
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert [item.data for item in everything(spool) if isinstance(item, NewEvent)] == list("0123456789")
@@ -161,7 +161,7 @@ def test_a_disk_that_refuses_makes_the_trainer_wait_and_loses_nothing(
 def test_the_reserve_of_the_disk_is_kept(tmp_path: Path) -> None:
     spool = Spool("run", tmp_path / "spool", dataclasses.replace(SMALL, disk_reserve_bytes=2**60))
     for number in range(10):
-        spool.put(line(str(number)))
+        spool.enqueue_item(line(str(number)))
     assert spool.is_full and not list((tmp_path / "spool").iterdir())
     assert [item.data for item in everything(spool) if isinstance(item, NewEvent)] == list("0123456789")
 
@@ -173,15 +173,15 @@ def test_a_disk_that_has_recovered_is_used_again(spool: Spool, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
         for number in range(10):
-            spool.put(line(str(number)))
+            spool.enqueue_item(line(str(number)))
         assert spool.is_full
     everything(spool)
     for number in range(10):
-        spool.put(line(str(number)))
+        spool.enqueue_item(line(str(number)))
     assert not spool.is_full
 
 
 def test_a_large_event_goes_through_alone(spool: Spool) -> None:
     for item in (line("small"), line("x" * 1500), line("small")):
-        spool.put(item)
+        spool.enqueue_item(item)
     assert [len(item.data) for item in everything(spool) if isinstance(item, NewEvent)] == [5, 1500, 5]

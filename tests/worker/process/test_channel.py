@@ -119,7 +119,7 @@ class TestChannel:
         assert channel.receive(1) == [("stdout", b"x" * 200 * 1024)]
 
     def test_sending_to_a_trainer_that_is_gone_says_so(self, channel: Channel) -> None:
-        channel.release()
+        channel.release_trainer_ends()
         assert channel.send(ControlMessage(stop=StopRequest("checkpoint"))) is False
 
     def test_sending_through_a_closed_channel_says_so(self, channel: Channel) -> None:

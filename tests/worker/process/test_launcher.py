@@ -238,7 +238,7 @@ class TestDeath:
         said = Said(process := launch(launcher, tmp_path, "wait_for_stop"))
         with monkeypatch.context() as patched:
             patched.setattr(process_group, "_PATIENCE_SECONDS", 0.1)
-            patched.setattr(process_group, "_members", lambda leader: iter([leader.pid]))
+            patched.setattr(process_group, "_session_members", lambda leader: iter([leader.pid]))
             with pytest.raises(process_group.StillAliveError):
                 process.kill()
         said.to_the_end()
@@ -352,7 +352,7 @@ class TestWorkerDeath:
         for pid in (reported["trainer"], reported["zygote"]):
             if pid is not None:
                 eventually(lambda pid=pid: not is_alive(pid), every=0.001)
-        assert set(process_group.sweep(tmp_path / "run" / "trainers")) == set(reported["children"])
+        assert set(process_group.kill_leftovers(tmp_path / "run" / "trainers")) == set(reported["children"])
 
     @pytest.mark.parametrize("mode", ["zygote", "cold"])
     def test_the_next_worker_sweeps_what_the_trainers_children_left(self, tmp_path: Path, mode: str) -> None:
@@ -371,16 +371,16 @@ class TestWorkerDeath:
         meeting, records = tmp_path / "meeting", tmp_path / "trainers"
         meeting.mkdir()
         (meeting / "store").touch()
-        path = process_group.record(records, ProcessIdentity.of_process(2**22 - 8, 1), meeting)
-        assert process_group.sweep(records) == [] and meeting.exists(), "its worker lives"
+        path = process_group.record_trainer(records, ProcessIdentity.of_process(2**22 - 8, 1), meeting)
+        assert process_group.kill_leftovers(records) == [] and meeting.exists(), "its worker lives"
         noted = json.loads(path.read_text())
         path.write_text(json.dumps({**noted, "worker": vars(ProcessIdentity.of_process(2**22 - 7, 1))}))
-        assert process_group.sweep(records) == []
+        assert process_group.kill_leftovers(records) == []
         assert not meeting.exists() and not path.exists()
 
     def test_trainers_of_a_living_worker_are_left_alone(self, tmp_path: Path) -> None:
         worker, reported = _worker(tmp_path, "zygote")
-        assert process_group.sweep(tmp_path / "run" / "trainers") == []
+        assert process_group.kill_leftovers(tmp_path / "run" / "trainers") == []
         assert is_alive(reported["trainer"])
         _end(worker, reported)
 
@@ -390,7 +390,7 @@ class TestWorkerDeath:
         earlier = ProcessIdentity.of_process(bystander.pid, started - 1000)
         gone = ProcessIdentity.of_process(2**22 - 7, 1)
         (tmp_path / "x.json").write_text(json.dumps({"trainer": vars(earlier), "worker": vars(gone)}))
-        assert process_group.sweep(tmp_path) == []
+        assert process_group.kill_leftovers(tmp_path) == []
         assert not list(tmp_path.iterdir())
         assert bystander.poll() is None
         bystander.kill()
@@ -413,7 +413,7 @@ class TestWorkerDeath:
             assert launcher.start() == []
             launcher.stop()
         assert (folder / "stuck.json").exists(), "the next worker tries again"
-        assert process_group.sweep(folder) == [stuck.pid]
+        assert process_group.kill_leftovers(folder) == [stuck.pid]
         stuck.wait()
 
     def test_records_of_another_boot_or_namespace_or_torn_ones_do_no_harm(self, tmp_path: Path) -> None:
@@ -423,7 +423,7 @@ class TestWorkerDeath:
         foreign = {**own, "namespace": "pid:[1]"}
         (tmp_path / "namespace.json").write_text(json.dumps({"trainer": foreign, "worker": gone}))
         (tmp_path / "torn.json").write_text('{"trainer": {')
-        assert process_group.sweep(tmp_path) == []
+        assert process_group.kill_leftovers(tmp_path) == []
         assert [path.name for path in tmp_path.iterdir()] == ["namespace.json"]
 
 

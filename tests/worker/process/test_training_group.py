@@ -90,7 +90,7 @@ class TestEndOfAll:
     ) -> None:
         """One with a GPU takes a second and longer."""
         first, second = (process.pid for process in processes)
-        members, alive_meanwhile = process_group._members, []
+        members, alive_meanwhile = process_group._session_members, []
 
         def dying(leader: ProcessIdentity) -> Iterator[int]:
             if leader.pid == first and len(alive_meanwhile) < 20:
@@ -99,7 +99,7 @@ class TestEndOfAll:
             return members(leader)
 
         with monkeypatch.context() as patched:
-            patched.setattr(process_group, "_members", dying)
+            patched.setattr(process_group, "_session_members", dying)
             TrainingGroup(processes).kill()
         assert not alive_meanwhile[-1]
         TrainingGroup(processes).close()

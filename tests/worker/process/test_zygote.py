@@ -154,7 +154,7 @@ class TestFork:
         pid = os.fork()
         if pid == 0:
             try:
-                zygote._fork(child.LaunchSpec("x:y", [], "/", [CPU]), fds)
+                zygote._fork_child(child.LaunchSpec("x:y", [], "/", [CPU]), fds)
             finally:
                 os._exit(1)
         for descriptor in (*fds, ours):
@@ -211,7 +211,7 @@ class TestWant:
         monkeypatch.setattr(os, call, no_room)
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fds = [theirs.detach(), *(os.open(os.devnull, os.O_RDWR) for _ in range(4))]
-        assert zygote._fork(child.LaunchSpec("x:y", [], "/", [CPU]), fds) is None
+        assert zygote._fork_child(child.LaunchSpec("x:y", [], "/", [CPU]), fds) is None
         assert json.loads(status.recv(1024)) == {"failed": "[Errno 12] Cannot allocate memory"}
         assert status.recv(1024) == b""
         status.close()
@@ -349,8 +349,8 @@ class TestGpu:
         """GPUs of capability 9.0 and 8.0, and a `torch` that records when its real CUDA functions are reached."""
         one = devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0))
         other = devices.Device("cuda", 1, "GPU-2", "A100", 80 << 30, (8, 0))
-        monkeypatch.setattr(devices, "gpus", lambda: (one, other))
-        monkeypatch.setattr(zygote, "_threads", lambda: ["main"])  # those of the test process do not matter
+        monkeypatch.setattr(devices, "list_gpus", lambda: (one, other))
+        monkeypatch.setattr(zygote, "_running_threads", lambda: ["main"])  # those of the test process do not matter
         touched: list[str] = []
         torch: Any = types.ModuleType("torch")
         torch.cuda = types.SimpleNamespace(
@@ -364,7 +364,7 @@ class TestGpu:
 
     def test_the_capability_is_answered_without_touching_cuda(self, gpu: Any) -> None:
         real = gpu.cuda.get_device_capability
-        zygote.preload(["tests.worker.process.preloads.asks_capability"])
+        zygote.preload_modules(["tests.worker.process.preloads.asks_capability"])
         module = importlib.import_module("tests.worker.process.preloads.asks_capability")
         assert module.seen == (9, 0)
         assert gpu.touched == []
@@ -373,7 +373,7 @@ class TestGpu:
     def test_imports_that_initialise_cuda_are_refused(self, gpu: Any) -> None:
         gpu.touched.append("something")
         with pytest.raises(RuntimeError, match="initialized CUDA"):
-            zygote.preload(["tests.worker.process.preloads.asks_capability"])
+            zygote.preload_modules(["tests.worker.process.preloads.asks_capability"])
 
     @pytest.mark.parametrize("device", [None, 0, "cuda", "cuda:0", types.SimpleNamespace(index=0)])
     def test_every_way_to_name_a_device_is_understood(self, gpu: Any, device: Any) -> None:
@@ -386,7 +386,7 @@ class TestGpu:
             assert gpu.cuda.get_device_capability(device) == (8, 0)
 
     def test_without_a_gpu_there_is_no_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(devices, "gpus", lambda: ())
+        monkeypatch.setattr(devices, "list_gpus", lambda: ())
         assert zygote.check_gpus() == {}
 
     @pytest.mark.full

@@ -43,7 +43,7 @@ def folder(trainer: Trainer, settings: Settings) -> Path:
 def write_log(folder: Path, texts: list[str], name: str = "log", **values: str) -> LogFile:
     file = LogFile(folder, name, 0, lambda problem: pytest.fail(problem))
     for text in texts:
-        file.add({"line": text, "stream": "stdout", "level": "info", **values}, time.time())
+        file.add_line({"line": text, "stream": "stdout", "level": "info", **values}, time.time())
     file.flush()
     return file
 

@@ -34,4 +34,4 @@ torch: Any = ModuleType("torch")
 torch.cuda = SimpleNamespace(is_initialized=lambda: False)
 driver: Any = Driver(4)
 sys.modules |= {"torch": torch, "pynvml": driver, "worker.training.model.device_check": sys.modules[__name__]}
-devices.gpus.cache_clear()
+devices.list_gpus.cache_clear()

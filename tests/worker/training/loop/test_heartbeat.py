@@ -90,7 +90,7 @@ class Watched:
         context: Any = SimpleNamespace(
             settings=settings, storage=storage, draining=threading.Event(), uploader=None, database_reserve=None
         )
-        writer: Any = SimpleNamespace(put=self.stored.append, check=lambda: None, is_full=False, progress=None)
+        writer: Any = SimpleNamespace(enqueue_item=self.stored.append, raise_if_failed=lambda: None, is_full=False, progress=None)
         run: Any = SimpleNamespace(
             id="run_test",
             task="train",

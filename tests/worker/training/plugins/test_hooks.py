@@ -18,7 +18,7 @@ from app.contracts.training_config.fields import TrainingConfig
 from tests.jobs import make_spec
 from tests.plugin import install
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
-from worker.registration import installed
+from worker.registration import installed_plugins
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import hooks
 from worker.training.plugins.callbacks import PluginCallbacks
@@ -315,7 +315,7 @@ class TestWhatIsNone:
         assert "`second-folder` could not keep" in capfd.readouterr().out
 
     def test_a_worker_reports_what_there_is(self) -> None:
-        found = installed()
+        found = installed_plugins()
         assert found["optimizer"] == ["a-dict", "a-number", "forgetful", "gone", "sgd", "slow-sign"]
         assert found.keys() == PLUGINS.keys()
 
