@@ -89,7 +89,7 @@ class TrainerThread(TrainingProcess):
 
     def send(self, message: ControlMessage) -> bool:
         self._deadline = max(self._deadline, message.renew_until or 0.0)
-        self._control._handle(replace(message, renew_until=None))
+        self._control._handle_message(replace(message, renew_until=None))
         return True
 
     def poll(self) -> Exit | None:
@@ -113,9 +113,9 @@ class TrainerThread(TrainingProcess):
         job = JobSpec.from_file(job_path)
         report = Reporter(self.channel.trainer_fds[0])
         journal = Journal(job.journal, job.attempt)
-        journal.start()
+        journal.record_start()
         result = FakeTrainer(job, report, self._control, journal).run()
-        journal.stop(result["outcome"])
+        journal.record_stop(result["outcome"])
         report.result(**result)
         if since_boot() > self._deadline:
             overdue.append(job.run_id)

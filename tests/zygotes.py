@@ -139,7 +139,7 @@ def _let_steps_be_paced() -> None:
     """Let trainers wait at each step that they have recorded, while the file of a `Pace` is there."""
     from worker.wire.journal import Journal
 
-    record_step = Journal.step
+    record_step = Journal.record_step
     pace = Path(os.environ[_PACE])
 
     def record_and_wait(journal: Journal, step: int, *values: Any) -> None:
@@ -148,7 +148,7 @@ def _let_steps_be_paced() -> None:
             if step >= int(pace.read_text()):
                 threading.Event().wait(_PACED_SECONDS)
 
-    Journal.step = record_and_wait  # type: ignore[method-assign]
+    Journal.record_step = record_and_wait  # type: ignore[method-assign]
 
 
 def _serve(path: str) -> None:

@@ -97,7 +97,7 @@ class StorageCopy:
     def _copy_checkpoint(self, row: Any) -> None:
         folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)
         if not self._is_there(folder / file_manifest.MANIFEST, row.manifest_sha256):
-            self._remote.send(folder, row.manifest_sha256, lambda: None)
+            self._remote.send_checkpoint(folder, row.manifest_sha256, lambda: None)
         now = func.clock_timestamp()
         self._execute(
             update(Checkpoint).where(Checkpoint.id == row.id).values(replica_started_at=now, replicated_at=now)

@@ -333,7 +333,7 @@ class Done:
         records = self.remote.send_described(
             local.attempt_dir(*of), local.records_manifest(*of), is_record, {}, lambda: None
         )
-        self.remote.send(checkpoint, digest, lambda: None)
+        self.remote.send_checkpoint(checkpoint, digest, lambda: None)
         self.trainer.complete()
         with engine.begin() as connection:
             values = {"output_sha256": sent, "records_sha256": records}

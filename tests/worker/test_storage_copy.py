@@ -84,7 +84,7 @@ def test_everything_is_there_and_the_service_goes_on_with_it(service: Service, s
     fetching = Storage(Settings(**{**service.settings.model_dump(), "home": share / "w", "storage": service.url}))
     place = fetching.checkpoint_dir(service.run_id, 1, 10)
     place.parent.parent.mkdir(parents=True)
-    RemoteStore(service.url, fetching).fetch(place, str(sha256), "wrk", lambda: None)
+    RemoteStore(service.url, fetching).fetch_checkpoint(place, str(sha256), "wrk", lambda: None)
     assert manifest.verify(place, str(sha256)) == []
 
 
@@ -97,7 +97,7 @@ def test_each_host_with_a_storage_of_its_own_adds_what_the_store_lacks_and_chang
     remote.objects.mark_root()
     with service.engine.connect() as connection:
         (sent, other) = connection.execute(select(Checkpoint.__table__).order_by(Checkpoint.step)).all()
-    remote.send(first.checkpoint_dir(service.run_id, 1, 5), sent.manifest_sha256, lambda: None)
+    remote.send_checkpoint(first.checkpoint_dir(service.run_id, 1, 5), sent.manifest_sha256, lambda: None)
     shutil.rmtree(first.checkpoint_dir(service.run_id, 1, 5))
     (own / "runs" / service.run_id / "a1").mkdir(parents=True)
     first.checkpoint_dir(service.run_id, 1, 10).rename(Storage(second).checkpoint_dir(service.run_id, 1, 10))

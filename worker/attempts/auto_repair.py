@@ -26,7 +26,7 @@ def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> R
 
     If an attempt that went back to a checkpoint meets another anomaly before it has saved the next one, it goes back
     further, provided that no row was singled out either time: the weights may be corrupt, and no run resumes from that
-    checkpoint any more (`corrupt_checkpoint`). If it is the last good checkpoint, or pinned, the rows after it are
+    checkpoint any more (`corrupt_checkpoint`). If it is the last good one, or pinned, the rows after it are
     skipped instead, until the number of repairs reaches its limit.
 
     Call this once everything that the trainer reported is stored.

@@ -45,11 +45,11 @@ class CheckpointSource:
             TimeoutError: The preparation takes too long.
             OSError: This worker's own storage cannot be read, cannot take it or has no space for it.
         """
-        place, check = self.folder_of(checkpoint), self._control.check
+        place, check = self.folder_of(checkpoint), self._control.raise_if_ended
         with ExitStack() as held:
             if (copy := self._context.working_copy) is not None:
-                copy.use(self._run.id, place.parent, check)
-                held.enter_context(copy.fetching(place, check))
+                copy.use_entry(self._run.id, place.parent, check)
+                held.enter_context(copy.fetch_lock(place, check))
             wrong = manifest.verify(place, checkpoint.manifest_sha256, check)
             if not wrong:
                 return RestoreResult(RestoreOutcome.WHOLE)

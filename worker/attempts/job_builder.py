@@ -86,10 +86,10 @@ def prepare_job(
         OSError: The storage cannot be read or written.
     """
     folder = context.storage.attempt_dir(run.id, run.attempt)
-    restore_control = restore_control.limited(_MAX_PREPARATION_SECONDS)
+    restore_control = restore_control.with_time_limit(_MAX_PREPARATION_SECONDS)
     if context.working_copy is not None:
         _check_store(context, run, context.working_copy)
-        context.working_copy.use(run.id, folder, restore_control.check)
+        context.working_copy.use_entry(run.id, folder, restore_control.raise_if_ended)
     # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark them
     # as corrupt.
     dataset = dataset_source(context, run, run.dataset_id, restore_control)
@@ -235,7 +235,7 @@ def dataset_source(context: WorkerContext, run: ClaimedRun, dataset_id: str, con
     path = context.storage.dataset_file(row.id, row.extension)
     if (copy := context.working_copy) is not None:
         with _store_errors(context, run, f"the file of dataset {row.id}", "bad_data", "upload it again"):
-            copy.dataset(run.id, path, row.bytes, row.sha256, control.check)
+            copy.fetch_dataset(run.id, path, row.bytes, row.sha256, control.raise_if_ended)
     if not path.is_file():
         raise JobError(
             "bad_data",
@@ -306,7 +306,7 @@ def fetch_output(context: WorkerContext, run: ClaimedRun, name: str, control: Re
             return  # the search for the model says what is missing
         with _store_errors(context, run, f"the output of run {name}", "model_not_found", "resume that run"):
             owner = (name, producer.output_attempt)
-            output = copy.output(run.id, owner, producer.output_sha256, context.id, control.check)
+            output = copy.fetch_output(run.id, owner, producer.output_sha256, context.id, control.raise_if_ended)
         described = ModelFolder(context.storage, output).read_json("adapter_config.json")
         if described.get("base_model_name_or_path", MERGED_BASE) == MERGED_BASE:
             return

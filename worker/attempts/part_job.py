@@ -38,7 +38,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     """
     assert context.working_copy is not None  # noqa: S101
     folder = context.storage.attempt_dir(run.id, run.attempt)
-    context.working_copy.use(run.id, folder, control.check)
+    context.working_copy.use_entry(run.id, folder, control.raise_if_ended)
     folder.parent.mkdir(parents=True, exist_ok=True)
     datasets = {source.id: dataset_source(context, run, source.id, control) for source in lead.datasets}
     resume, weights = lead.resume_from, lead.weights
@@ -104,5 +104,5 @@ def _fetch_checkpoint(context: WorkerContext, run: ClaimedRun, place: Path, cont
         if saved.replicated_at is not None or time.monotonic() >= until:
             message = f"checkpoint {saved.id}, from which the run continues, cannot be fetched: {obtained.why}"
             raise JobError(STORAGE_UNAVAILABLE, message, is_transient=True)
-        control.check()
+        control.raise_if_ended()
         time.sleep(_LOOK_SECONDS)

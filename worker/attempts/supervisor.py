@@ -291,7 +291,9 @@ def wait_for_uploads(context: WorkerContext, lease: Lease, writer: EventWriter) 
         writer.wait_past_lease()
         writer.drain()  # every saved checkpoint is queued for its upload now
         until = min(context.drained_at, time.monotonic()) + context.settings.save_grace_seconds
-        context.uploader.settle(lease.run_id, lambda: lease.fenced or lease.expired, writer.enqueue_item, until)
+        context.uploader.wait_until_sent(
+            lease.run_id, lambda: lease.fenced or lease.expired, writer.enqueue_item, until
+        )
 
 
 def launch_all(

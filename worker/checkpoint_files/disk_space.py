@@ -18,7 +18,7 @@ class DiskSpace:
         self._folder = folder
         self._reserve = reserve
 
-    def lacking(self, size: int) -> str | None:
+    def shortage_reason(self, size: int) -> str | None:
         """Return why a checkpoint with tensors of `size` bytes does not fit, in sentences; None if it fits."""
         needed, free = size + size // _OVERHEAD_DIVISOR + _OVERHEAD_BYTES, free_bytes(self._folder)
         if free is None or needed + self._reserve <= free:

@@ -32,16 +32,16 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Hea
         OSError: the disk refused the write (full, read-only).
     """
     files = {}
-    for path in _files(folder):
-        _sync(path)
+    for path in _list_files(folder):
+        _sync_to_disk(path)
         alive()
         with path.open("rb", buffering=0) as file:
-            sha256 = _digest(file, alive)
+            sha256 = _sha256_of(file, alive)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256}
     text = json.dumps({"format": _FORMAT, "step": step, "files": files, **facts}, indent=1).encode()
     path = folder / MANIFEST
     path.write_bytes(text)
-    _sync(path)
+    _sync_to_disk(path)
     return hashlib.sha256(text).hexdigest()
 
 
@@ -51,20 +51,20 @@ def commit(staging: Path, final: Path, alive: HeartbeatCallback = no_heartbeat, 
     `alive` is called after each file. `aside` is next to `final` by default; a caller to whom that folder does not
     belong names a place in its own.
     """
-    for path in _files(staging):
+    for path in _list_files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
         path.chmod(0o644)
-        _sync(path)
+        _sync_to_disk(path)
         alive()
-    for folder in {staging, *(path.parent for path in _files(staging))}:
-        _sync(folder)
+    for folder in {staging, *(path.parent for path in _list_files(staging))}:
+        _sync_to_disk(folder)
     aside = aside or final.with_name(f".{final.name}.old")
     remove_tree(aside, ignore_errors=True)
     if os.path.lexists(final):
         final.rename(aside)
     staging.rename(final)
     remove_tree(aside, ignore_errors=True)
-    _sync(final.parent)
+    _sync_to_disk(final.parent)
 
 
 def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> list[str]:
@@ -88,7 +88,7 @@ def verify(folder: Path, manifest_sha256: str, alive: HeartbeatCallback = no_hea
         expected = parse_manifest(text)
     except ValueError as error:  # `OutsideStorage` is one
         return [f"{MANIFEST} does not describe this checkpoint: {error}"]
-    return differences(folder, expected, alive)
+    return find_differences(folder, expected, alive)
 
 
 def is_in_place(folder: Path, manifest_sha256: str, step: int) -> bool:
@@ -114,20 +114,20 @@ def _size_below(folder: Path, name: str) -> int:
         os.close(descriptor)
 
 
-def differences(
+def find_differences(
     folder: Path, expected: Mapping[str, tuple[int, str]], alive: HeartbeatCallback = no_heartbeat
 ) -> list[str]:
     """Return in which files a folder differs from size and SHA-256 of each, in sentences; raises as `verify` does."""
-    present = _present(folder, expected, alive)
-    problems = [f"{_shown(name)} is not part of it" for name in present - expected.keys()]
+    present = _present_files(folder, expected, alive)
+    problems = [f"{_printable_name(name)} is not part of it" for name in present - expected.keys()]
     for name, (size, sha256) in expected.items():
         problem = _problem_of(folder, name, size, sha256, alive) if name in present else "is missing"
         if problem:
-            problems.append(f"{_shown(name)} {problem}")
+            problems.append(f"{_printable_name(name)} {problem}")
     return problems
 
 
-def _present(folder: Path, expected: Container[str], alive: HeartbeatCallback) -> set[str]:
+def _present_files(folder: Path, expected: Container[str], alive: HeartbeatCallback) -> set[str]:
     """Return the names of the files in the folder, only a few of them beyond those expected: it may have any number."""
     present, extra = set(), 0
     for name, status in entries_below(folder):
@@ -148,21 +148,21 @@ def _problem_of(folder: Path, name: str, size: int, sha256: str, alive: Heartbea
     except OutsideStorage as error:
         return f"cannot be used: {error}"
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        if (found := os.fstat(descriptor).st_size) != size:
-            return f"has {found} bytes instead of {size}"
-        return None if _digest(file, alive) == sha256 else "has other contents than were written"
+        if (actual_size := os.fstat(descriptor).st_size) != size:
+            return f"has {actual_size} bytes instead of {size}"
+        return None if _sha256_of(file, alive) == sha256 else "has other contents than were written"
 
 
-def _shown(name: str) -> str:
+def _printable_name(name: str) -> str:
     """Return a file name that a hostile process has chosen in a form that can be stored and printed."""
     return name if name.isprintable() and len(name) <= _LONGEST_NAME else ascii(name[:_LONGEST_NAME])
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _list_files(folder: Path) -> Iterator[Path]:
     return iter(sorted(Path(entry.path) for entry in files_below(folder) if entry.is_file(follow_symlinks=False)))
 
 
-def _digest(file: FileIO, alive: HeartbeatCallback) -> str:
+def _sha256_of(file: FileIO, alive: HeartbeatCallback) -> str:
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
     while size := file.readinto(piece):
         digest.update(piece[:size])
@@ -170,7 +170,7 @@ def _digest(file: FileIO, alive: HeartbeatCallback) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

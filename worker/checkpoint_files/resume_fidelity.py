@@ -71,7 +71,7 @@ ON_A_GPU = "A GPU does not always add numbers in the same order."
 
 def model_fingerprint(folder: Path, config_name: str = "config.json") -> str:
     """Return a digest of a model folder without reading its weights: sizes of its files, and its configuration."""
-    sizes = sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _files(folder))
+    sizes = sorted((path.relative_to(folder).as_posix(), path.stat().st_size) for path in _model_files(folder))
     digest = hashlib.sha256(json.dumps(sizes).encode())
     digest.update((folder / config_name).read_bytes())
     return f"sha256:{digest.hexdigest()}"
@@ -82,12 +82,12 @@ def fingerprint_differences(checkpoint: Path, present: Mapping[str, Any]) -> lis
     saved = json.loads((checkpoint / MANIFEST).read_text()).get(FINGERPRINT)
     if saved is None:
         return ["The checkpoint does not record what it was made with."]
-    then, now = _flat(saved), _flat(present)
+    then, now = _flatten_fingerprint(saved), _flatten_fingerprint(present)
     if BATCH_SIZE not in then:  # written by a version that never changed it
         now.pop(BATCH_SIZE, None)
     then = {name: value for name, value in _UNRECORDED.items() if name in now} | then
     return [
-        _sentence(name, then.get(name), now.get(name))
+        _difference_sentence(name, then.get(name), now.get(name))
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
@@ -100,7 +100,7 @@ def batch_size(checkpoint: Path) -> int | None:
     return rows if isinstance(rows, int) else None
 
 
-def _sentence(name: str, then: Any, now: Any) -> str:
+def _difference_sentence(name: str, then: Any, now: Any) -> str:
     """Return in words what differs from the checkpoint."""
     if name in _MESSAGES:
         return _MESSAGES[name]
@@ -116,12 +116,12 @@ def stored_fidelity_check(checkpoint: Path) -> float | None:
     return None if stored is None else float.fromhex(stored)
 
 
-def facts(why: list[str]) -> dict[str, Any]:
+def fidelity_facts(why: list[str]) -> dict[str, Any]:
     """Return the two facts that a run reports: `fidelity` and `fidelity_reasons`."""
     return {"fidelity": "approximate" if why else "exact", "fidelity_reasons": why}
 
 
-def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_fingerprint(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in fingerprint.items() if not isinstance(value, Mapping)}
     for value in fingerprint.values():
         if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def _flat(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _files(folder: Path) -> list[Path]:
+def _model_files(folder: Path) -> list[Path]:
     """Return the files that make up a model: its description and hidden files may change without changing it."""
-    found = (Path(entry.path) for entry in files_below(folder) if entry.is_file() and not entry.name.endswith(".md"))
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    paths = (Path(entry.path) for entry in files_below(folder) if entry.is_file() and not entry.name.endswith(".md"))
+    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]

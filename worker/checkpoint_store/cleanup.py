@@ -44,15 +44,15 @@ def after_attempt(context: StoreContext, run_id: str, attempt: int) -> None:
 
 def _half_fetched(context: StoreContext, connection: Connection, run: ClaimedRun) -> list[Path]:
     """Return what dead workers left half fetched, for any run, in the folders of this run and its ancestors."""
-    found: list[Path] = []
+    folders: list[Path] = []
     run_id: str | None = run.id
     while run_id:
-        found += context.storage.run_dir(run_id).glob(_FETCHED)
+        folders += context.storage.run_dir(run_id).glob(_FETCHED)
         run_id = connection.scalar(select(Run.parent_run_id).where(Run.id == run_id))
-    if not found:
+    if not folders:
         return []
     live = set(connection.scalars(select(Worker.id).where(Worker.state != "offline")))
-    return [folder for folder in found if folder.name.split(".")[2] not in {*live, context.id}]
+    return [folder for folder in folders if folder.name.split(".")[2] not in {*live, context.id}]
 
 
 def remove_folders(context: StoreContext, run_id: str, retired: list[tuple[int, str]]) -> None:

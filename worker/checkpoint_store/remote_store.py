@@ -55,7 +55,7 @@ class RemoteStore:
         self.objects = ObjectStore(url, setting)
         self._storage = storage
 
-    def send(self, folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
+    def send_checkpoint(self, folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
         """Send a checkpoint, its manifest last: before that, no reader takes the files for a checkpoint.
 
         Each byte is hashed on its way, and none is read through a link, because the folder belongs to its trainer.
@@ -78,8 +78,8 @@ class RemoteStore:
         with _local_errors(folder):
             listed = file_manifest.parse_manifest(text)
         self.objects.remove_partial(target)
-        for name, wanted in listed.items():
-            self.objects.put(f"{target}/{name}", _hashed(folder, name, wanted, on_piece))
+        for name, expected in listed.items():
+            self.objects.put(f"{target}/{name}", _verified_chunks(folder, name, expected, on_piece))
         self.objects.put(f"{target}/{file_manifest.MANIFEST}", iter([text]))
 
     def send_described(
@@ -109,7 +109,7 @@ class RemoteStore:
         for name in sorted(filter(is_plain_path, names)):
             if name not in sent:
                 digest = _Digest()
-                self.objects.put(f"{target}/{name}", digest.of(_opened_pieces(folder, name), on_piece))
+                self.objects.put(f"{target}/{name}", digest.pass_through(_opened_pieces(folder, name), on_piece))
                 sent[name] = (digest.bytes, digest.sha256)
         files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in sorted(sent.items())}
         text = json.dumps({"format": 1, "files": files, "left_out": left_out}, indent=1).encode()
@@ -118,7 +118,7 @@ class RemoteStore:
         self.objects.put(self._storage.key_of(described), iter([text]))
         return hashlib.sha256(text).hexdigest()
 
-    def fetch(self, folder: Path, sha256: str, own_name: str, on_piece: Callable[[], None]) -> None:
+    def fetch_checkpoint(self, folder: Path, sha256: str, own_name: str, on_piece: Callable[[], None]) -> None:
         """Restore `folder` as it was written: staged, verified to the last byte, then renamed.
 
         The parent of `folder` belongs to the user that trains, who could put a link in the place of anything there, so
@@ -130,27 +130,27 @@ class RemoteStore:
             OSError: This worker's own storage cannot take it.
         """
         source = self._storage.key_of(folder)
-        text = self._manifest(f"{source}/{file_manifest.MANIFEST}", sha256)
+        text = self._fetch_manifest(f"{source}/{file_manifest.MANIFEST}", sha256)
         own = self._storage.fetch_dir(folder, own_name)
 
         def is_whole(staging: Path) -> list[str]:
-            with _created(staging, file_manifest.MANIFEST) as file:
+            with _create_file(staging, file_manifest.MANIFEST) as file:
                 file.write(text)
             return manifest.verify(staging, sha256, on_piece)
 
-        self._restore(source, folder, own, _listed(text), is_whole, on_piece)
+        self._restore_folder(source, folder, own, _parse_manifest(text), is_whole, on_piece)
 
     def fetch_described(
         self, folder: Path, described: Path, sha256: str, own_name: str, on_piece: Callable[[], None]
     ) -> None:
-        """Restore a folder of `send_described`, as `fetch` does and with the same errors."""
+        """Restore a folder of `send_described`, as `fetch_checkpoint` does and with the same errors."""
         files = self.described_files(described, sha256)
         own = self._storage.fetch_dir(folder, own_name)
 
         def is_whole(staging: Path) -> list[str]:
-            return manifest.differences(staging, files, on_piece)
+            return manifest.find_differences(staging, files, on_piece)
 
-        self._restore(self._storage.key_of(folder), folder, own, files, is_whole, on_piece)
+        self._restore_folder(self._storage.key_of(folder), folder, own, files, is_whole, on_piece)
 
     def described_files(self, described: Path, sha256: str) -> dict[str, tuple[int, str]]:
         """Return size and SHA-256 of each file of a folder of `send_described`.
@@ -158,7 +158,7 @@ class RemoteStore:
         Raises:
             MissingInStore, CorruptInStore, StoreUnavailable: See these.
         """
-        return _listed(self._manifest(self._storage.key_of(described), sha256))
+        return _parse_manifest(self._fetch_manifest(self._storage.key_of(described), sha256))
 
     def fetch_file(self, path: Path, size: int, sha256: str, staging: Path, on_piece: Callable[[], None]) -> None:
         """Restore a single file: staged in a folder of this worker's own, verified, then renamed.
@@ -171,8 +171,8 @@ class RemoteStore:
         staging.mkdir(parents=True)
         try:
             digest = _Digest()
-            with _created(staging, path.name) as file, _missing(path.name):
-                for piece in digest.of(self.objects.get(self._storage.key_of(path), size), on_piece):
+            with _create_file(staging, path.name) as file, _naming_missing(path.name):
+                for piece in digest.pass_through(self.objects.get(self._storage.key_of(path), size), on_piece):
                     file.write(piece)
             if (digest.bytes, digest.sha256) != (size, sha256):
                 raise CorruptInStore(f"{path.name} in the store has other contents than were written")
@@ -180,7 +180,7 @@ class RemoteStore:
         finally:
             remove_tree(staging, ignore_errors=True)
 
-    def remove(self, folder: Path) -> None:
+    def remove_folder(self, folder: Path) -> None:
         """Remove a checkpoint, or everything of a run, from the store; no error if there is none.
 
         Raises:
@@ -188,15 +188,15 @@ class RemoteStore:
         """
         self.objects.remove(self._storage.key_of(folder))
 
-    def _manifest(self, key: str, sha256: str) -> bytes:
-        with _missing(key.rpartition("/")[2]):
+    def _fetch_manifest(self, key: str, sha256: str) -> bytes:
+        with _naming_missing(key.rpartition("/")[2]):
             text = b"".join(self.objects.get(key, file_manifest.MAX_BYTES))
         if hashlib.sha256(text).hexdigest() != sha256:
             name = key.rpartition("/")[2]
             raise CorruptInStore(f"{name} in the storage is not the one that was written with it")
         return text
 
-    def _restore(
+    def _restore_folder(
         self,
         source: str,
         folder: Path,
@@ -211,7 +211,7 @@ class RemoteStore:
         try:
             staging.mkdir()
             for name, (size, _) in files.items():
-                with _created(staging, name) as file, _missing(name):
+                with _create_file(staging, name) as file, _naming_missing(name):
                     for piece in self.objects.get(f"{source}/{name}", size):
                         file.write(piece)
                         on_piece()
@@ -239,7 +239,7 @@ class _Digest:
     def sha256(self) -> str:
         return self._hash.hexdigest()
 
-    def of(self, pieces: Iterator[bytes], on_piece: Callable[[], None]) -> Iterator[bytes]:
+    def pass_through(self, pieces: Iterator[bytes], on_piece: Callable[[], None]) -> Iterator[bytes]:
         for piece in pieces:
             self._hash.update(piece)
             self.bytes += len(piece)
@@ -247,7 +247,7 @@ class _Digest:
             yield piece
 
 
-def _listed(text: bytes) -> dict[str, tuple[int, str]]:
+def _parse_manifest(text: bytes) -> dict[str, tuple[int, str]]:
     try:
         return file_manifest.parse_manifest(text)
     except ValueError as error:  # `OutsideStorage` is one
@@ -255,14 +255,14 @@ def _listed(text: bytes) -> dict[str, tuple[int, str]]:
 
 
 @contextmanager
-def _missing(name: str) -> Iterator[None]:
+def _naming_missing(name: str) -> Iterator[None]:
     try:
         yield
     except ObjectMissing as error:
         raise MissingInStore(name) from error
 
 
-def _created(folder: Path, name: str) -> BinaryIO:
+def _create_file(folder: Path, name: str) -> BinaryIO:
     """Create a fetched file; raise ValueError if the manifest, which a trainer wrote, names it a second time."""
     try:
         return os.fdopen(create_below(folder, name), "wb")
@@ -270,10 +270,12 @@ def _created(folder: Path, name: str) -> BinaryIO:
         raise ValueError(f"{file_manifest.MANIFEST} names {name!r} twice") from error
 
 
-def _hashed(folder: Path, name: str, wanted: tuple[int, str], on_piece: Callable[[], None]) -> Iterator[bytes]:
+def _verified_chunks(
+    folder: Path, name: str, expected: tuple[int, str], on_piece: Callable[[], None]
+) -> Iterator[bytes]:
     digest = _Digest()
-    yield from digest.of(_local_pieces(folder, name), on_piece)
-    if (digest.bytes, digest.sha256) != wanted:
+    yield from digest.pass_through(_local_pieces(folder, name), on_piece)
+    if (digest.bytes, digest.sha256) != expected:
         raise LocalCheckpointCorrupt(f"{folder.name}: {name} has other contents than were written")
 
 

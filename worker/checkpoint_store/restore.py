@@ -87,11 +87,11 @@ class RestoreControl:
     until: float = math.inf
     """Monotonic time at which the preparation must be complete."""
 
-    def limited(self, seconds: float) -> "RestoreControl":
+    def with_time_limit(self, seconds: float) -> "RestoreControl":
         """Return the control of a preparation that starts now and may take so long."""
         return replace(self, until=time.monotonic() + seconds)
 
-    def check(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise `TransferCancelled` if the preparation is to end, TimeoutError if it takes too long."""
         if self.should_end():
             raise TransferCancelled("the run is to end or to be released")
@@ -124,7 +124,7 @@ def restore_checkpoint(
         return RestoreResult(unusable, here)  # another machine had no time to send it
     remote = context.working_copy.remote
     try:
-        _fetch(context, remote, run, checkpoint, place, restore_control)
+        _fetch_checkpoint(context, remote, run, checkpoint, place, restore_control)
     except CorruptInStore as error:
         # A worker that still has it intact must send it again.
         with context.engine.begin() as connection:
@@ -139,7 +139,7 @@ def restore_checkpoint(
     return RestoreResult(RestoreOutcome.WHOLE, f"{here}; it was fetched from {remote.url}")
 
 
-def _fetch(
+def _fetch_checkpoint(
     context: StoreContext,
     remote: RemoteStore,
     run: ClaimedRun,
@@ -148,8 +148,8 @@ def _fetch(
     restore_control: RestoreControl,
 ) -> None:
     if context.working_copy is not None:
-        context.working_copy.trim(checkpoint.bytes)
-    lacking = DiskSpace(context.storage.root, context.settings.disk_reserve_bytes).lacking(checkpoint.bytes)
+        context.working_copy.make_room(checkpoint.bytes)
+    lacking = DiskSpace(context.storage.root, context.settings.disk_reserve_bytes).shortage_reason(checkpoint.bytes)
     if lacking:
         raise OSError(errno.ENOSPC, f"{checkpoint.name} does not fit on the disk: {lacking}")
     # Two runs that resume from one checkpoint may fetch it at the same time.
@@ -159,7 +159,7 @@ def _fetch(
 
     def on_piece() -> None:
         nonlocal reported_at
-        restore_control.check()
+        restore_control.raise_if_ended()
         if time.monotonic() - reported_at >= _PROGRESS_SECONDS:
             reported_at = time.monotonic()
             done = min(bytes_below(staging), checkpoint.bytes)
@@ -169,9 +169,9 @@ def _fetch(
 
     began = time.monotonic()
     for tries in range(1, _TRIES + 1):
-        restore_control.check()
+        restore_control.raise_if_ended()
         try:
-            remote.fetch(place, checkpoint.manifest_sha256, own_name, on_piece)
+            remote.fetch_checkpoint(place, checkpoint.manifest_sha256, own_name, on_piece)
         except (StoreUnavailable, CorruptInStore) as error:
             log.warning("%s: %s, try %d: %s", checkpoint.run_id, checkpoint.name, tries, error)
             # Wrong bytes may have arrived of an intact checkpoint. Of a corrupt one, each fetch is large and useless.

@@ -32,7 +32,7 @@ from app.tables.datasets import Dataset
 from app.tables.installation import Installation
 from app.tables.runs import Run
 from worker.checkpoint_files.disk_space import DiskSpace
-from worker.checkpoint_files.manifest import differences
+from worker.checkpoint_files.manifest import find_differences
 from worker.checkpoint_store.remote_store import RemoteStore
 
 log = logging.getLogger(__name__)
@@ -93,27 +93,27 @@ class WorkingCopy:
             if self._users.get(run_id) is held:  # else a later attempt of the same run is on this worker already
                 del self._users[run_id]
             try:
-                self.trim()
+                self.make_room()
             except (OSError, SQLAlchemyError) as error:
                 log.warning("the working copy %s could not be tidied: %s", self._storage.root, error)
 
-    def use(self, run_id: str, folder: Path, check: Callable[[], None]) -> None:
+    def use_entry(self, run_id: str, folder: Path, check: Callable[[], None]) -> None:
         """Keep an entry for a run; it need not exist yet. `check` raises to end the wait for another process."""
         self._make_folders()
-        self._users[run_id].enter_context(_locked(self._lock_file(folder), fcntl.LOCK_SH, check))
+        self._users[run_id].enter_context(_hold_lock(self._lock_file(folder), fcntl.LOCK_SH, check))
 
     @contextmanager
-    def fetching(self, folder: Path, check: Callable[[], None]) -> Iterator[None]:
+    def fetch_lock(self, folder: Path, check: Callable[[], None]) -> Iterator[None]:
         """Let no other thread or process fetch the same folder, for the duration of the block."""
         path = self._lock_file(folder)
         path = path.with_name(f"{path.name}.fetch")
-        with _locked(path, fcntl.LOCK_EX, check):
+        with _hold_lock(path, fcntl.LOCK_EX, check):
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)  # who waits for it notices
 
-    def dataset(self, run_id: str, path: Path, size: int, sha256: str, check: Callable[[], None]) -> None:
+    def fetch_dataset(self, run_id: str, path: Path, size: int, sha256: str, check: Callable[[], None]) -> None:
         """Fetch the file of a dataset for a run, unless it is here as it was stored.
 
         Raises:
@@ -121,30 +121,32 @@ class WorkingCopy:
             OSError: There is no space for it here.
         """
         folder = path.parent
-        self.use(run_id, folder, check)
-        with self.fetching(folder, check):
-            if folder.is_dir() and not differences(folder, {path.name: (size, sha256)}, check):
+        self.use_entry(run_id, folder, check)
+        with self.fetch_lock(folder, check):
+            if folder.is_dir() and not find_differences(folder, {path.name: (size, sha256)}, check):
                 return
             self._make_room(size, path.name)
             staging = self._storage.root / "staging" / uuid4().hex
-            self._tried(lambda: self.remote.fetch_file(path, size, sha256, staging, check), check)
+            self._retry_fetch(lambda: self.remote.fetch_file(path, size, sha256, staging, check), check)
 
-    def output(self, run_id: str, of: tuple[str, int], sha256: str, own_name: str, check: Callable[[], None]) -> Path:
+    def fetch_output(
+        self, run_id: str, owner: tuple[str, int], sha256: str, own_name: str, check: Callable[[], None]
+    ) -> Path:
         """Fetch the output of an attempt, `of` a run and its number, as `dataset` does; return its folder."""
-        folder, described = self._storage.output_dir(*of), self._storage.output_manifest(*of)
-        self.use(run_id, folder.parent, check)
-        with self.fetching(folder, check):
-            files = self._tried(lambda: self.remote.described_files(described, sha256), check)
-            if not folder.is_dir() or folder.is_symlink() or differences(folder, files, check):
+        folder, described = self._storage.output_dir(*owner), self._storage.output_manifest(*owner)
+        self.use_entry(run_id, folder.parent, check)
+        with self.fetch_lock(folder, check):
+            files = self._retry_fetch(lambda: self.remote.described_files(described, sha256), check)
+            if not folder.is_dir() or folder.is_symlink() or find_differences(folder, files, check):
                 self._make_room(sum(size for size, _ in files.values()), "the output")
                 folder.parent.parent.mkdir(exist_ok=True)
-                self._tried(
+                self._retry_fetch(
                     lambda: self.remote.fetch_described(folder, described, sha256, f"{own_name}.{run_id}", check),
                     check,
                 )
         return folder
 
-    def trim(self, incoming_bytes: int = 0) -> None:
+    def make_room(self, incoming_bytes: int = 0) -> None:
         """Remove entries that no run uses: those of deleted runs and datasets, then the least recently used ones.
 
         Stops once `incoming_bytes` more fit below the limit and on the disk. An attempt with a checkpoint that is still
@@ -153,14 +155,14 @@ class WorkingCopy:
         with self._trimming:
             self._make_folders()
             self._remove_leftovers()
-            entries = sorted(self._entries(), key=lambda one: one.used_at)
+            entries = sorted(self._list_entries(), key=lambda one: one.used_at)
             total = sum(one.bytes for one in entries)
-            deleted, unsent = self._deleted(entries), self._unsent(entries)
-            for one in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
-                is_over = total + incoming_bytes > self._limit or self._disk_space.lacking(incoming_bytes)
-                if one.folder in deleted or (is_over and one.folder not in unsent):
-                    with skipping_errors(log, "cannot remove %s from the working copy", one.folder):
-                        total -= one.bytes if self._remove(one.folder) else 0
+            deleted, unsent = self._deleted_entries(entries), self._unsent_attempts(entries)
+            for entry in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
+                is_over = total + incoming_bytes > self._limit or self._disk_space.shortage_reason(incoming_bytes)
+                if entry.folder in deleted or (is_over and entry.folder not in unsent):
+                    with skipping_errors(log, "cannot remove %s from the working copy", entry.folder):
+                        total -= entry.bytes if self._remove_entry(entry.folder) else 0
             self._remove_run_folders()
             self._remove_locks()
 
@@ -181,15 +183,15 @@ class WorkingCopy:
             entry = self._storage.root / path.name.removesuffix(".fetch").replace(".", "/")
             with suppress(OSError):  # in use, or gone
                 if not entry.exists() and time.time() - path.stat().st_mtime > _LEFT_SECONDS:
-                    with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
+                    with _hold_lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
                         path.unlink()
 
     def _make_room(self, size: int, what: str) -> None:
-        self.trim(size)
-        if lacking := self._disk_space.lacking(size):
+        self.make_room(size)
+        if lacking := self._disk_space.shortage_reason(size):
             raise OSError(errno.ENOSPC, f"{what} does not fit on the disk: {lacking}")
 
-    def _tried(self, fetch: Callable[[], T], check: Callable[[], None]) -> T:
+    def _retry_fetch(self, fetch: Callable[[], T], check: Callable[[], None]) -> T:
         for tries in range(1, _TRIES + 1):
             check()
             try:
@@ -200,7 +202,7 @@ class WorkingCopy:
                 time.sleep(_PAUSE_SECONDS * tries)
         raise AssertionError("unreachable")
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _list_entries(self) -> Iterator[_Entry]:
         datasets = self._storage.root / "datasets"
         for folder in [*datasets.iterdir(), *self._storage.runs.glob("*/a*")]:
             if folder.is_dir() and not folder.is_symlink():
@@ -213,19 +215,19 @@ class WorkingCopy:
         except FileNotFoundError:
             return folder.stat().st_mtime
 
-    def _deleted(self, entries: Sequence[_Entry]) -> set[Path]:
+    def _deleted_entries(self, entries: Sequence[_Entry]) -> set[Path]:
         """Return the entries whose run or dataset is not in the database."""
-        names = {one.folder: _owner(one.folder) for one in entries}
+        names = {one.folder: _owner_id(one.folder) for one in entries}
         ids = set(names.values())
         with self._engine.connect() as connection:
             known = set(connection.scalars(select(Run.id).where(Run.id.in_(ids))))
             known |= set(connection.scalars(select(Dataset.id).where(Dataset.id.in_(ids))))
         return {folder for folder, id in names.items() if id not in known}
 
-    def _unsent(self, entries: Sequence[_Entry]) -> set[Path]:
+    def _unsent_attempts(self, entries: Sequence[_Entry]) -> set[Path]:
         """Return the attempts with a checkpoint that a worker is still to send."""
         query = select(Checkpoint.run_id, Checkpoint.attempt)
-        ids = {_owner(one.folder) for one in entries}
+        ids = {_owner_id(one.folder) for one in entries}
         with self._engine.connect() as connection:
             rows = connection.execute(query.where(Checkpoint.run_id.in_(ids), uploads.is_to_be_sent())).all()
         return {self._storage.attempt_dir(run_id, attempt) for run_id, attempt in rows}
@@ -238,11 +240,11 @@ class WorkingCopy:
                 if time.time() - folder.stat().st_mtime > _LEFT_SECONDS:
                     remove_tree(folder, ignore_errors=True)
 
-    def _remove(self, folder: Path) -> bool:
+    def _remove_entry(self, folder: Path) -> bool:
         """Remove an entry unless it is in use; return True if it is gone."""
         path = self._lock_file(folder)
         try:
-            with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
+            with _hold_lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, lambda: None):
                 going = self._storage.root / "staging" / uuid4().hex
                 going.parent.mkdir(exist_ok=True)
                 folder.rename(going)
@@ -258,7 +260,7 @@ class WorkingCopy:
 
 
 @contextmanager
-def _locked(path: Path, how: int, check: Callable[[], None]) -> Iterator[None]:
+def _hold_lock(path: Path, how: int, check: Callable[[], None]) -> Iterator[None]:
     """Hold a lock on a file that its exclusive holder may remove; raise BlockingIOError with LOCK_NB."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -287,6 +289,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _owner(folder: Path) -> str:
+def _owner_id(folder: Path) -> str:
     """Return the id of the dataset or run of an entry."""
     return folder.name if folder.parent.name == "datasets" else folder.parent.name

@@ -26,7 +26,7 @@ class ActionTarget(Protocol):
     rows: int
     per_step: int
 
-    def change(self, **changes: Any) -> None:
+    def apply_change(self, **changes: Any) -> None:
         """Change fields of the configuration."""
 
     def epoch(self) -> float:
@@ -37,7 +37,7 @@ class ActionTarget(Protocol):
         """Report an evaluation and return its metrics."""
         ...
 
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         ...
 
@@ -57,22 +57,22 @@ class Actions:
         """Repeat the actions of an earlier attempt that followed the finished step, even if training stops after it."""
         step = self._training.state.step
         while self._replayed and (self._replayed[0].step or 0) <= step:
-            self._take(self._replayed.popleft())
+            self._apply_action(self._replayed.popleft())
 
-    def take(self) -> None:
+    def apply_new_actions(self) -> None:
         """Do newly requested actions; called only where training continues."""
         requests = self._training.control
-        while not self._replayed and (asked := requests.next_action) is not None:
-            if self._saves and asked.action != "checkpoint":
+        while not self._replayed and (request := requests.next_action) is not None:
+            if self._saves and request.action != "checkpoint":
                 break  # it would take effect before the checkpoint, which follows the actions of a step
-            self._take(requests.take_action())
+            self._apply_action(requests.take_action())
 
     @property
     def wants_checkpoint(self) -> bool:
         """True if a checkpoint was requested and is not saved yet."""
         return bool(self._saves)
 
-    def saved(self) -> dict[str, Any]:
+    def take_answered_saves(self) -> dict[str, Any]:
         """Return the fields of a checkpoint's record that answer the actions which requested it."""
         answered, self._saves = self._saves, []
         return {
@@ -80,51 +80,57 @@ class Actions:
             "pinned": any(one.parameters.get("pin") for one in answered),
         }
 
-    def _take(self, asked: ActionRequest) -> None:
-        training, parameters = self._training, asked.parameters
-        match asked.action:
+    def _apply_action(self, request: ActionRequest) -> None:
+        training, parameters = self._training, request.parameters
+        match request.action:
             case "checkpoint":
-                self._saves.append(asked)
+                self._saves.append(request)
             case "evaluate":
                 loss = (training.state.loss or 0.0) + 0.1
-                self._answer(asked, "done", result={"metrics": training.evaluate(loss, is_due=False)})
+                self._report_result(request, "done", result={"metrics": training.evaluate(loss, is_due=False)})
             case "sample":
-                self._sample(asked, parameters["prompts"], parameters["max_new_tokens"], parameters["temperature"])
+                self._report_samples(
+                    request, parameters["prompts"], parameters["max_new_tokens"], parameters["temperature"]
+                )
             case "set_learning_rate":
                 before, rate = training.config.learning_rate, parameters["learning_rate"]
-                training.change(learning_rate=rate)
-                self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": training.rate()})
+                training.apply_change(learning_rate=rate)
+                self._report_result(
+                    request, "done", result={"before": before, "learning_rate": rate, "next": training.learning_rate()}
+                )
                 training.report_config()
             case "extend":
-                self._extend(asked, parameters.get("max_steps"), parameters.get("epochs"))
+                self._extend_run(request, parameters.get("max_steps"), parameters.get("epochs"))
 
-    def _extend(self, asked: ActionRequest, max_steps: int | None = None, epochs: float | None = None) -> None:
+    def _extend_run(self, request: ActionRequest, max_steps: int | None = None, epochs: float | None = None) -> None:
         training = self._training
         before = training.total
         total = max_steps or max(1, math.ceil((epochs or 0) * training.rows / training.per_step))
         if total <= before:
             message = f"The run already has {before} planned steps and this would be {total}; request more."
-            return self._answer(asked, "refused", message=message)
-        training.change(max_steps=total)
-        result = {"before": before, "total_steps": total, "next_learning_rate": training.rate()}
-        self._answer(asked, "done", result=result, total_steps=total)
+            return self._report_result(request, "refused", message=message)
+        training.apply_change(max_steps=total)
+        result = {"before": before, "total_steps": total, "next_learning_rate": training.learning_rate()}
+        self._report_result(request, "done", result=result, total_steps=total)
         training.report_config()
 
-    def _sample(self, asked: ActionRequest, prompts: list[str], max_new_tokens: int, temperature: float) -> None:
+    def _report_samples(
+        self, request: ActionRequest, prompts: list[str], max_new_tokens: int, temperature: float
+    ) -> None:
         training = self._training
-        texts = [self._generated(prompt, max_new_tokens, temperature) for prompt in prompts]
+        texts = [self._generate_text(prompt, max_new_tokens, temperature) for prompt in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
-            training.report.sample(training.state.step, prompt, text, action_id=asked.id)
+            training.report.sample(training.state.step, prompt, text, action_id=request.id)
         pairs = zip(prompts, texts, strict=True)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
-        self._answer(asked, "done", result={"samples": samples})
+        self._report_result(request, "done", result={"samples": samples})
 
-    def _generated(self, prompt: str, most: int, temperature: float) -> str:
+    def _generate_text(self, prompt: str, most: int, temperature: float) -> str:
         digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
         return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
 
-    def _answer(self, asked: ActionRequest, status: ActionStatus, **more: Any) -> None:
+    def _report_result(self, request: ActionRequest, status: ActionStatus, **more: Any) -> None:
         training = self._training
         training.report.action(
-            asked.id, asked.action, step=training.state.step, epoch=training.epoch(), status=status, **more
+            request.id, request.action, step=training.state.step, epoch=training.epoch(), status=status, **more
         )

@@ -18,7 +18,7 @@ class Failure(Exception):
         self.repair = repair
 
 
-def crash(how: str) -> None:
+def crash_process(how: str) -> None:
     """End this process in the way that the option `crash` names."""
     match how:
         case "exception":
@@ -34,7 +34,7 @@ def crash(how: str) -> None:
             bytearray(1 << 33)
 
 
-def classify(problem: Exception) -> str:
+def classify_error(problem: Exception) -> str:
     """Return the stable error code of an exception."""
     if isinstance(problem, Failure):
         return problem.code

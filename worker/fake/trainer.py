@@ -27,7 +27,7 @@ from app.contracts.training_config.raw_config import drop_unknown_fields
 from app.infra.files.tree import bytes_below, remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.fake.actions import Actions
-from worker.fake.faults import Failure, classify, crash
+from worker.fake.faults import Failure, classify_error, crash_process
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
 from worker.wire.journal import Journal
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
     result: TrainingResult
     try:
         journal = Journal(job.journal, job.attempt)
-        journal.start()
+        journal.record_start()
         training = FakeTrainer(job, report, control, journal)
         try:
             result = training.run()
@@ -79,12 +79,12 @@ def main(argv: list[str]) -> int:
             step = training.state.step
     except Exception as problem:
         traceback.print_exc()
-        error: ErrorInfo = {"code": classify(problem), "message": str(problem) or type(problem).__name__}
+        error: ErrorInfo = {"code": classify_error(problem), "message": str(problem) or type(problem).__name__}
         repair = problem.repair if isinstance(problem, Failure) else None
         result = {"outcome": "failed", "step": step, "error": error, "repair": repair}
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result reports
-            journal.stop(result["outcome"])
+            journal.record_stop(result["outcome"])
     report.result(**result)
     return 1 if result["outcome"] == "failed" else 0
 
@@ -125,23 +125,23 @@ class FakeTrainer:
         """Load, train, save and export; return the fields of the result record."""
         self.report.phase("loading")
         self.asked.wait(self.options.load_seconds)
-        self._resume()
+        self._restore_state()
         self.facts = {
             "parameters_total": self.options.checkpoint_bytes // 4,
             "parameters_trainable": self.options.checkpoint_bytes // 4,
             "device": self.job.device.id if self.job.device else "cpu",
             "versions": self.fingerprint["versions"],
-            **resume_fidelity.facts(self._differences()),
+            **resume_fidelity.fidelity_facts(self._fidelity_differences()),
         }
         self.report_config()
         self.report.phase("training", start_step=self.state.step, total_steps=self.total)
         why = self.state.ended_by or self._stop_reason()
         while why is None and self.state.step < self.total:
-            self._step()
+            self._train_step()
             self.actions.repeat_due()
             why = self._stop_reason()
             if why is None and self.state.step < self.total:
-                self.actions.take()
+                self.actions.apply_new_actions()
                 self._save_if_due()
         if self.state.step >= self.total:
             why = None
@@ -149,28 +149,28 @@ class FakeTrainer:
         if why in ("stop", "drain", "epoch_end"):
             self.state.ended_by = why if why == "epoch_end" else None
             if request is None or request.saves_checkpoint:
-                self._save("stop")
+                self._save_checkpoint("stop")
             return {"outcome": "stopped", "why": why, "step": self.state.step, "epoch": self.epoch()}
-        self._save("stop" if why else "final")
-        self._export()
+        self._save_checkpoint("stop" if why else "final")
+        self._export_output()
         return {
             "outcome": "stopped" if why else "completed",
             "why": why,
             "step": self.state.step,
             "epoch": self.epoch(),
             "output": "output",
-            "metrics": self._losses(),
+            "metrics": self._loss_values(),
         }
 
     def _total_steps(self) -> int:
         if self.config.max_steps is not None:
             return self.config.max_steps
-        given = self.job.user_set_fields
-        if "epochs" in given and "extra.steps" not in given:
+        user_set_fields = self.job.user_set_fields
+        if "epochs" in user_set_fields and "extra.steps" not in user_set_fields:
             return max(1, math.ceil(self.config.epochs * self.rows / self.per_step))
         return self.options.steps
 
-    def change(self, **changed: Any) -> None:
+    def apply_change(self, **changed: Any) -> None:
         """Apply a change of the configuration and store it in every checkpoint from now on."""
         self.state.changed |= changed
         self.config = self.config.model_copy(update=self.state.changed)
@@ -180,7 +180,7 @@ class FakeTrainer:
         """Report the configuration in force and the facts known at the start."""
         self.report.config(effective=self.config.model_dump(mode="json"), replaced=[], facts=self.facts)
 
-    def rate(self) -> float:
+    def learning_rate(self) -> float:
         """Return the learning rate at the current step."""
         return self.config.learning_rate * (1 - self.state.step / (self.total + 1))
 
@@ -199,7 +199,7 @@ class FakeTrainer:
         # A run that continues another one at or after that one's `stop_at_step` is meant to train on.
         return "stop_at_step" if at is not None and self.state.first_step < at <= self.state.step else None
 
-    def _losses(self) -> dict[str, float | None]:
+    def _loss_values(self) -> dict[str, float | None]:
         state = self.state
         evaluated = state.eval_loss if state.eval_step == state.step else None
         return {
@@ -222,13 +222,13 @@ class FakeTrainer:
 
     # One step
 
-    def _step(self) -> None:
+    def _train_step(self) -> None:
         step = self.state.step + 1
         began = time.monotonic()
         if self.faulty:
             self._inject_faults(step)
-        self.asked.wait(self._duration(step))
-        samples = self._samples(step)
+        self.asked.wait(self._step_duration(step))
+        samples = self._rows_of_step(step)
         if step in self.bad_steps:
             self.state.step, self.improved = step, False
             self.journal.skip_step(step, samples)
@@ -247,19 +247,19 @@ class FakeTrainer:
         self.state.seconds += time.monotonic() - began
         self.improved = False
         self.report.alive()
-        self.journal.step(step, loss.hex(), samples)
+        self.journal.record_step(step, loss.hex(), samples)
         line = self.options.log_line.replace("{step}", str(step)).replace("{loss}", f"{loss:.4f}")
         for _ in range(self.options.log_lines_per_step):
             print(line)  # noqa: T201
         every = self.config.logging_steps
         if (every and step % every == 0) or step == self.total or not math.isfinite(loss):
-            self._measure(loss, time.monotonic() - began)
+            self._report_metric(loss, time.monotonic() - began)
         if not math.isfinite(loss):
-            raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._rewind(step, samples))
+            raise Failure("non_finite_loss", f"the loss of step {step} is {loss}", self._propose_rewind(step, samples))
         if self.config.eval_steps is not None and self._is_due(self.config.eval_steps):
             self.evaluate(loss + 0.1)
 
-    def _duration(self, step: int) -> float:
+    def _step_duration(self, step: int) -> float:
         spread = self.options.step_jitter
         if spread == 0:
             return self.options.step_seconds
@@ -268,7 +268,7 @@ class FakeTrainer:
             -spread * spread / 2, spread
         )
 
-    def _rewind(self, step: int, samples: list[int]) -> RepairProposal | None:
+    def _propose_rewind(self, step: int, samples: list[int]) -> RepairProposal | None:
         if self.config.on_non_finite != "rewind":
             return None
         return {"kind": "non_finite", "step": step, "rows": samples, "singled_out": []}
@@ -286,11 +286,11 @@ class FakeTrainer:
         self.report.phase("training", start_step=state.step, total_steps=self.total)
         return metrics
 
-    def _samples(self, step: int) -> list[int]:
+    def _rows_of_step(self, step: int) -> list[int]:
         first = (step - 1) * self.per_step
-        return [self._row(position) for position in range(first, first + self.per_step)]
+        return [self._row_at(position) for position in range(first, first + self.per_step)]
 
-    def _row(self, position: int) -> int:
+    def _row_at(self, position: int) -> int:
         epoch, place = divmod(position, self.rows)
         if getattr(self, "_order_epoch", None) != epoch:
             self._order_epoch = epoch
@@ -298,12 +298,12 @@ class FakeTrainer:
             random.Random(f"{self.config.seed} {epoch}").shuffle(self._order)
         return self._order[place]
 
-    def _measure(self, loss: float, seconds: float) -> None:
+    def _report_metric(self, loss: float, seconds: float) -> None:
         self.report.metric(
             self.state.step,
             epoch=self.epoch(),
             loss=loss,
-            learning_rate=self.rate(),
+            learning_rate=self.learning_rate(),
             grad_norm=loss / 10,
             samples_per_second=self.per_step / max(seconds, 1e-6),
             total_steps=self.total,
@@ -320,33 +320,33 @@ class FakeTrainer:
             while True:
                 signal.pause()
         if step == options.crash_at_step:
-            crash(options.crash)
+            crash_process(options.crash)
 
     # Checkpoints
 
     def _save_if_due(self) -> None:
-        asked = self.control.take_checkpoint_request() or self.actions.wants_checkpoint
-        periodic = asked or self._is_due(self.config.save_steps)
+        is_requested = self.control.take_checkpoint_request() or self.actions.wants_checkpoint
+        periodic = is_requested or self._is_due(self.config.save_steps)
         if periodic or self.improved:
-            self._save("periodic" if periodic else "best")
+            self._save_checkpoint("periodic" if periodic else "best")
             self.report.phase("training", start_step=self.state.step, total_steps=self.total)
 
-    def _save(self, kind: str) -> None:
+    def _save_checkpoint(self, kind: str) -> None:
         if self.state.step == self.saved_step:
             return
         self.report.phase("saving")
         began = time.monotonic()
         name = f"checkpoint-{self.state.step}"
-        with _staging(self.folder / f".{name}.tmp") as staging:
+        with _staging_folder(self.folder / f".{name}.tmp") as staging:
             (staging / "state.json").write_text(json.dumps(asdict(self.state)))
             with (staging / "weights.bin").open("wb") as weights:
-                _fill(weights.fileno(), self.options.checkpoint_bytes, self.state.chain)
+                _fill_file(weights.fileno(), self.options.checkpoint_bytes, self.state.chain)
             sha256 = manifest.write_manifest(staging, self.state.step, {resume_fidelity.FINGERPRINT: self.fingerprint})
             time.sleep(self.options.save_seconds)
             size = bytes_below(staging)
             manifest.commit(staging, self.folder / name)
         self.saved_step = self.state.step
-        self.journal.save(self.state.step)
+        self.journal.record_save(self.state.step)
         self.report.checkpoint(
             name,
             step=self.state.step,
@@ -354,12 +354,12 @@ class FakeTrainer:
             bytes=size,
             manifest_sha256=sha256,
             seconds=time.monotonic() - began,
-            **self.actions.saved(),
+            **self.actions.take_answered_saves(),
             epoch=self.epoch(),
-            metrics=self._losses(),
+            metrics=self._loss_values(),
         )
 
-    def _resume(self) -> None:
+    def _restore_state(self) -> None:
         source = self.job.resume_from
         if source is None:
             return
@@ -372,24 +372,24 @@ class FakeTrainer:
         if self.state.run_id != self.job.run_id:  # a new run that continues another has its own clock and limits
             self.state.run_id, self.state.first_step, self.state.seconds = self.job.run_id, self.state.step, 0.0
             self.state.changed, self.state.ended_by = {}, None
-        self.change()
+        self.apply_change()
 
-    def _differences(self) -> list[str]:
+    def _fidelity_differences(self) -> list[str]:
         source = self.job.resume_from
         return resume_fidelity.fingerprint_differences(source.path, self.fingerprint) if source else []
 
-    def _export(self) -> None:
+    def _export_output(self) -> None:
         self.report.phase("exporting")
-        with _staging(self.folder / ".output.tmp") as staging:
+        with _staging_folder(self.folder / ".output.tmp") as staging:
             facts = {"base_model": self.config.base_model, "step": self.state.step, "chain": self.state.chain}
             (staging / "fake_model.json").write_text(json.dumps(facts))
-            point = {"step": self.state.step, **self._losses()}
+            point = {"step": self.state.step, **self._loss_values()}
             (staging / "metrics.jsonl").write_text(json.dumps(point) + "\n")
             manifest.commit(staging, self.folder / "output")
 
 
 @contextlib.contextmanager
-def _staging(folder: Path) -> Any:
+def _staging_folder(folder: Path) -> Any:
     remove_tree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -398,7 +398,7 @@ def _staging(folder: Path) -> Any:
         remove_tree(folder, ignore_errors=True)
 
 
-def _fill(descriptor: int, size: int, seed: str) -> None:
+def _fill_file(descriptor: int, size: int, seed: str) -> None:
     block = random.Random(seed).randbytes(min(size, 1 << 20))
     while size > 0:
         size -= os.write(descriptor, block[:size])

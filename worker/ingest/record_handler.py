@@ -566,8 +566,8 @@ class RecordHandler:
         def after_storing() -> None:
             remove_folders(self._context, run.id, retired)
             if self._context.uploader:
-                self._context.uploader.add(SimpleNamespace(**row))
-                self._context.uploader.tidy()
+                self._context.uploader.queue_checkpoint(SimpleNamespace(**row))
+                self._context.uploader.schedule_sweep()
 
         self._writer.enqueue_item(RunUpdate(store_checkpoint, event, after_storing, more))
 

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     result: TrainingResult
     try:
         journal = Journal(job.journal, job.attempt)
-        journal.start()
+        journal.record_start()
         _quiet_libraries()
         result = _train(job, report, control, journal, place)
     except Exception as error:
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result reports
-            journal.stop(result["outcome"])
+            journal.record_stop(result["outcome"])
     report.result(**result)
     return 1 if result["outcome"] == "failed" else 0
 
@@ -120,7 +120,7 @@ def _lost(error: BaseException) -> int:
 def _train(
     job: JobSpec, report: Reporter, control: Control, journal: Journal, place: RankPlace | None
 ) -> TrainingResult:
-    ranks = Ranks.join(place, job.device.kind if job.device else "cpu", report.waits)
+    ranks = Ranks.join(place, job.device.kind if job.device else "cpu", report.report_waiting)
     ranks.check_same(
         {f"versions of {name}": number for name, number in _versions().items()},
         "Install the same versions on every worker, and resume the run.",

@@ -48,7 +48,7 @@ class Control:
             channel = socket.socket(fileno=control_fd)
             if deadline is not None:
                 control._catch_up(channel, deadline)
-            threading.Thread(target=control._listen, args=(channel,), name="control", daemon=True).start()
+            threading.Thread(target=control._receive_messages, args=(channel,), name="control", daemon=True).start()
         return control
 
     @property
@@ -58,9 +58,9 @@ class Control:
 
     def take_checkpoint_request(self) -> bool:
         """Return True if a checkpoint was requested since the last call; training continues after it."""
-        wanted = self._wants_checkpoint.is_set()
+        is_requested = self._wants_checkpoint.is_set()
         self._wants_checkpoint.clear()
-        return wanted
+        return is_requested
 
     @property
     def next_action(self) -> ActionRequest | None:
@@ -120,16 +120,16 @@ class Control:
         waiting = select.poll()
         waiting.register(channel, select.POLLIN)
         while waiting.poll(0):
-            message = _receive(channel)
+            message = _receive_message(channel)
             deadline = max(deadline, message.renew_until or deadline)
-            self._handle(replace(message, renew_until=None))
+            self._handle_message(replace(message, renew_until=None))
         arm_deadline(deadline)
 
-    def _listen(self, channel: socket.socket) -> None:
+    def _receive_messages(self, channel: socket.socket) -> None:
         while True:
-            self._handle(_receive(channel))
+            self._handle_message(_receive_message(channel))
 
-    def _handle(self, message: ControlMessage) -> None:
+    def _handle_message(self, message: ControlMessage) -> None:
         if message.renew_until is not None:
             arm_deadline(message.renew_until)
         if message.checkpoint:
@@ -140,7 +140,7 @@ class Control:
             self.request_stop(message.stop)
 
 
-def _receive(channel: socket.socket) -> ControlMessage:
+def _receive_message(channel: socket.socket) -> ControlMessage:
     """Return the next message; end this process if the supervisor is gone."""
     try:
         packet = channel.recv(64 * 1024)

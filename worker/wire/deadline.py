@@ -34,7 +34,7 @@ def arm_deadline(until: float) -> None:
         return
     nanoseconds = max(int(until * 1e9), 1)  # 0 would disarm it
     spec = _TimerSpec(value=_Timespec(*divmod(nanoseconds, 1_000_000_000)))
-    if _library().timer_settime(timer, _ABSOLUTE, ctypes.byref(spec), None) != 0:
+    if _load_library().timer_settime(timer, _ABSOLUTE, ctypes.byref(spec), None) != 0:
         raise OSError(ctypes.get_errno(), "timer_settime")
 
 
@@ -43,7 +43,7 @@ def _boot_timer(_process: int) -> ctypes.c_void_p | None:
     """Create the timer of a process by the time since boot; None if the kernel has no such clock for timers."""
     timer = ctypes.c_void_p()
     # Without an event of its own, the timer sends SIGALRM.
-    if _library().timer_create(time.CLOCK_BOOTTIME, None, ctypes.byref(timer)) == 0:
+    if _load_library().timer_create(time.CLOCK_BOOTTIME, None, ctypes.byref(timer)) == 0:
         return timer
     if (number := ctypes.get_errno()) in _UNKNOWN_CLOCK:
         return None
@@ -51,7 +51,7 @@ def _boot_timer(_process: int) -> ctypes.c_void_p | None:
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     # Before its version 2.34, glibc has timers in a library of their own.
     return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)

@@ -43,7 +43,7 @@ class Heartbeat:
         self._socket: socket.socket | None = None
         self._next = 0.0
 
-    def beat(self) -> None:
+    def send_if_due(self) -> None:
         """Send a heartbeat, unless the last one is recent or the supervisor has not yet read earlier records.
 
         Never blocks, and costs less than a microsecond when it is skipped. Ends the process when the supervisor is
@@ -81,15 +81,15 @@ def heartbeat_while_growing(
     """
     over = threading.Event()
 
-    def look() -> None:
-        before = _held(folders)
+    def watch_growth() -> None:
+        before = _bytes_held(folders)
         while not over.wait(every):
-            now = _held(folders)
+            now = _bytes_held(folders)
             if now > before:
                 alive()
             before = now
 
-    watch = threading.Thread(target=look, name="growth", daemon=True)
+    watch = threading.Thread(target=watch_growth, name="growth", daemon=True)
     watch.start()
     try:
         yield
@@ -98,7 +98,7 @@ def heartbeat_while_growing(
         watch.join()
 
 
-def _held(folders: Iterable[Path]) -> int:
+def _bytes_held(folders: Iterable[Path]) -> int:
     """Return the sum of the lengths of all files and of their allocated bytes.
 
     Both, since safetensors and the hub's own downloader give a file its full length before they fill it.

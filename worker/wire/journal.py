@@ -15,7 +15,7 @@ from typing import Any
 
 from app.infra.files.disk_space import FULL
 from app.infra.process.identity import boot_id
-from worker.wire.reporter import plain
+from worker.wire.reporter import to_plain
 from worker.wire.waiting_bytes import WaitingBytes
 
 _KEEP_SIZE = 1
@@ -47,40 +47,40 @@ class Journal:
         size = 0 if self._file is None else os.fstat(self._file).st_size
         # A power failure may have truncated the last line of an earlier attempt; ours must start on a new one.
         self._torn = self._file is not None and size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        self._reserve(size)
+        self._reserve_room(size)
 
-    def start(self) -> None:
+    def record_start(self) -> None:
         """Record that training starts: this process now counts as the run's only trainer."""
-        self._write({"event": "start"}, sync=True)
+        self._write_event({"event": "start"}, sync=True)
         if self._waiting:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def step(self, n: int, loss_hex: str, samples: Sequence[Any]) -> None:
+    def record_step(self, n: int, loss_hex: str, samples: Sequence[Any]) -> None:
         """Record step `n`; `loss_hex` is `float.hex` of its exact loss, `samples` the row ids it saw."""
-        self._write({"event": "step", "step": n, "loss_hex": loss_hex, "samples": list(samples)}, sync=False)
+        self._write_event({"event": "step", "step": n, "loss_hex": loss_hex, "samples": list(samples)}, sync=False)
 
     def skip_step(self, n: int, samples: Sequence[Any]) -> None:
         """Record that step `n` was skipped: its rows were not trained on, and no weight has changed."""
-        self._write({"event": "skip_step", "step": n, "samples": list(samples)}, sync=False)
+        self._write_event({"event": "skip_step", "step": n, "samples": list(samples)}, sync=False)
 
-    def save(self, step: int) -> None:
+    def record_save(self, step: int) -> None:
         """Record that a checkpoint of `step` is on disk."""
-        self._write({"event": "save", "step": step}, sync=True)
+        self._write_event({"event": "save", "step": step}, sync=True)
 
-    def stop(self, outcome: str) -> None:
+    def record_stop(self, outcome: str) -> None:
         """Record that nothing of this attempt will run any more."""
-        self._write({"event": "stop", "outcome": outcome}, sync=True)
+        self._write_event({"event": "stop", "outcome": outcome}, sync=True)
 
-    def _write(self, event: dict[str, Any], sync: bool) -> None:
+    def _write_event(self, event: dict[str, Any], sync: bool) -> None:
         if self._file is None:
             return
         with self._order:
             now = time.clock_gettime(time.CLOCK_BOOTTIME)
             about = {"attempt": self._attempt, "pid": os.getpid(), "boot_id": self._boot_id, "t": now}
-            line = json.dumps({**event, **about}, default=plain) + "\n"
+            line = json.dumps({**event, **about}, default=to_plain) + "\n"
             self._waiting.append(self._file, ("\n" + line if self._torn else line).encode())
             self._torn = False
-            self._reserve(os.fstat(self._file).st_size)
+            self._reserve_room(os.fstat(self._file).st_size)
             if self._waiting:
                 return
         # Not under the lock: no step waits for the disk because of a save.
@@ -96,7 +96,7 @@ class Journal:
                 raise
         self._synced = now
 
-    def _reserve(self, size: int) -> None:
+    def _reserve_room(self, size: int) -> None:
         """Reserve blocks behind the end of the file; without effect where the file system cannot, or is full."""
         if self._file is not None and size + self.ROOM_BYTES // 2 > self._reserved_until:
             self._reserved_until = size + self.ROOM_BYTES

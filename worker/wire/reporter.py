@@ -33,7 +33,7 @@ class Reporter:
 
     def __init__(self, descriptor: int | None) -> None:
         """Send to `descriptor`, a connected datagram socket or None."""
-        self._descriptor, self.alive = descriptor, Heartbeat(descriptor).beat
+        self._descriptor, self.alive = descriptor, Heartbeat(descriptor).send_if_due
 
     def send(self, record: TrainerRecord) -> None:
         """Send one record; sets its `ts`, and long strings of an oversized record are cut.
@@ -41,18 +41,18 @@ class Reporter:
         Blocks while the supervisor is behind. Ends the process when the supervisor is gone.
         """
         record["ts"] = time.time()
-        payload = _encode(record)
+        payload = _encode_record(record)
         if self._descriptor is None:
             write_all(1, payload + b"\n")
         else:
-            self._write(payload)
+            self._write_packet(payload)
 
-    def waits(self, is_waiting: bool) -> None:
+    def report_waiting(self, is_waiting: bool) -> None:
         """Report that this rank waits for others, or goes on."""
         if self._descriptor is not None:
-            self._write(WAITING if is_waiting else RESUMED)
+            self._write_packet(WAITING if is_waiting else RESUMED)
 
-    def _write(self, payload: bytes) -> None:
+    def _write_packet(self, payload: bytes) -> None:
         assert self._descriptor is not None  # noqa: S101
         try:
             os.write(self._descriptor, payload)
@@ -256,28 +256,31 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _encode(record: Mapping[str, Any]) -> bytes:
-    payload = json.dumps(record, default=plain).encode()
+def _encode_record(record: Mapping[str, Any]) -> bytes:
+    payload = json.dumps(record, default=to_plain).encode()
     longest = MAX_RECORD_BYTES // 8
     while len(payload) > MAX_RECORD_BYTES:
-        short = {**_cut(record, longest), "type": record["type"], "ts": record["ts"], "truncated": True}
-        payload = json.dumps(short, default=plain).encode()
+        short = {**_cut_long_values(record, longest), "type": record["type"], "ts": record["ts"], "truncated": True}
+        payload = json.dumps(short, default=to_plain).encode()
         longest //= 2
     return payload
 
 
-def _cut(value: Any, longest: int) -> Any:
+def _cut_long_values(value: Any, longest: int) -> Any:
     """Return `value` with strings, lists and objects of more than `longest` elements shortened."""
     if isinstance(value, str):
         return value if len(value) <= longest else value[:longest] + "…"
     if isinstance(value, dict):
-        return {_cut(str(key), longest): _cut(item, longest) for key, item in list(value.items())[:longest]}
+        return {
+            _cut_long_values(str(key), longest): _cut_long_values(item, longest)
+            for key, item in list(value.items())[:longest]
+        }
     if isinstance(value, list | tuple):
-        return [_cut(item, longest) for item in value[:longest]]
+        return [_cut_long_values(item, longest) for item in value[:longest]]
     return value
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Convert numbers of numpy and torch to Python's own, and anything else to its text."""
     item = getattr(value, "item", None)
     if callable(item):

@@ -160,11 +160,11 @@ MUTANTS = (
         promises=(11,),
         about="The manifest of a checkpoint is never fsynced.",
         changes=(
-            Change(_MANIFEST, "    path.write_bytes(text)\n    _sync(path)\n", "    path.write_bytes(text)\n"),
+            Change(_MANIFEST, "    path.write_bytes(text)\n    _sync_to_disk(path)\n", "    path.write_bytes(text)\n"),
             Change(
                 _MANIFEST,
-                "        path.chmod(0o644)\n        _sync(path)\n",
-                "        path.chmod(0o644)\n        if path.name != MANIFEST:\n            _sync(path)\n",
+                "        path.chmod(0o644)\n        _sync_to_disk(path)\n",
+                "        path.chmod(0o644)\n        if path.name != MANIFEST:\n            _sync_to_disk(path)\n",
             ),
         ),
         test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
@@ -173,7 +173,7 @@ MUTANTS = (
         name="name-not-on-the-disk",
         promises=(11,),
         about="A checkpoint is reported before its rename is durable.",
-        changes=(Change(_MANIFEST, "    _sync(final.parent)\n", ""),),
+        changes=(Change(_MANIFEST, "    _sync_to_disk(final.parent)\n", ""),),
         test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
     ),
     Mutant(
@@ -238,8 +238,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/checkpoint_store/working_copy.py",
-                "enter_context(_locked(self._lock_file(folder), fcntl.LOCK_SH, check))",
-                "enter_context(_locked(folder.parent / 'unlocked', fcntl.LOCK_SH, check))",
+                "enter_context(_hold_lock(self._lock_file(folder), fcntl.LOCK_SH, check))",
+                "enter_context(_hold_lock(folder.parent / 'unlocked', fcntl.LOCK_SH, check))",
             ),
         ),
         test="tests/worker/checkpoint_store/test_working_copy.py::TestItsSize::test_takes_nothing_from_a_run",

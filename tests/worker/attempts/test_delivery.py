@@ -36,12 +36,12 @@ class Lab:
         self.said: list[Any] = []
         self.lease: Any = SimpleNamespace(fenced=False, expired=True, stop=None, preempted_for=None)
         self.writer: Any = SimpleNamespace(
-            put=self.said.append, persist=lambda work: work(), wait_past_lease=lambda: None
+            enqueue_item=self.said.append, retry_during_outage=lambda work: work(), wait_past_lease=lambda: None
         )
         self.context: Any = SimpleNamespace(
             working_copy=SimpleNamespace(remote=RemoteStore(url, storage)), storage=storage, engine=engine,
             drained_at=float("inf"), settings=SimpleNamespace(save_grace_seconds=0.3, delivery_seconds=0.3),
-            health=SimpleNamespace(failed=lambda _: None),
+            health=SimpleNamespace(record_failed_start=lambda _: None),
         )  # fmt: skip
 
     def ends(self, *, has_output: bool = True) -> Any:
@@ -95,7 +95,7 @@ def test_an_output_is_kept_and_sent_once_the_store_is_back(lab: Lab) -> None:
         if "does not take the output" in str(event):
             away.rename(lab.share)
 
-    lab.writer.put = say
+    lab.writer.enqueue_item = say
     assert lab.ends().status == "completed"
     assert [text for text in ("keeps the output and the device", "next try in 1 s, for another 60 s", "was sent")
             if not any(text in str(event) for event in lab.said)] == []  # fmt: skip

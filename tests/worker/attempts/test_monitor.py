@@ -74,7 +74,7 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
     )
     writer: Any = SimpleNamespace(is_full=is_full)
     record_handler: Any = SimpleNamespace(
-        last_output_at=now[0], training_started=True, is_over_budget=is_over_budget, take=pytest.fail
+        last_output_at=now[0], training_started=True, is_over_budget=is_over_budget, handle_output=pytest.fail
     )
     nothing: Any = None
     monitor = Monitor(context, lease, writer, record_handler, nothing, nothing, nothing)
@@ -146,7 +146,7 @@ class TestRunOnSeveralHosts:
         killed: list[bool] = []
         processes: Any = SimpleNamespace(poll=lambda: local, kill=lambda: killed.append(True), drain=lambda: ())
         handler: Any = SimpleNamespace(take_part_end=lambda _: None, flush_output=lambda: None, phase="training")
-        memory: Any = SimpleNamespace(look=lambda _: None)
+        memory: Any = SimpleNamespace(sample_if_due=lambda _: None)
         writer: Any = SimpleNamespace(raise_if_failed=lambda: None)
         monitor = Monitor(context, lease, writer, handler, processes, memory, (), ["wrk_b", "wrk_c"])
         monitor._receive_output = lambda: now.__setitem__(0, now[0] + 0.5)  # type: ignore[method-assign]

@@ -65,7 +65,7 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
         )
         return machine.complete(run.id, run.lease_epoch, None, "training is complete")
 
-    monkeypatch.setattr(supervisor, "attempt", attempt)
+    monkeypatch.setattr(supervisor, "run_attempt", attempt)
     supervisor.supervise_run(context, run, time.monotonic())
     context.engine.dispose()
     context.lease_engine.dispose()
@@ -84,7 +84,7 @@ def attempt_that_cannot_be_prepared(
     def prepare(*_: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr(supervisor, "prepare", prepare)
+    monkeypatch.setattr(supervisor, "prepare_job", prepare)
     writer: Any = SimpleNamespace(enqueue_item=lambda _: None, retry_during_outage=lambda work: work())
     with engine.begin() as connection:
         connection.execute(supervisor.run_attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
@@ -248,11 +248,13 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
 )  # fmt: skip
 def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
     asked: list[str] = []
-    uploader = SimpleNamespace(settle=lambda *_: asked.append("settle"))
+    uploader = SimpleNamespace(wait_until_sent=lambda *_: asked.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
     context: Any = SimpleNamespace(uploader=uploader, drained_at=float("inf"), settings=settings)
     lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
-    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain"))
+    writer: Any = SimpleNamespace(
+        enqueue_item=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain")
+    )
     supervisor.wait_for_uploads(context, lease, writer)
     assert asked == (["drain", "settle"] if waits else [])
 
@@ -299,7 +301,8 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         monkeypatch.setattr(supervisor, name, instead)
     context: Any = SimpleNamespace(
         machine=SimpleNamespace(devices=[device]), storage=storage, uploader=None, working_copy=None,
-        health=SimpleNamespace(started=lambda: None), draining=threading.Event(), telemetry=None, settings=settings,
+        health=SimpleNamespace(record_start=lambda: None), draining=threading.Event(), telemetry=None,
+        settings=settings,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(enqueue_item=lambda _: None, retry_during_outage=lambda work: work(), progress=None)

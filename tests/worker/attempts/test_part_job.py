@@ -56,7 +56,7 @@ def test_it_has_the_same_files_below_its_own_root_and_waits_for_a_checkpoint_tha
     eventually(lambda: list(member.storage.root.glob("datasets/*/data.jsonl")), what="the dataset is fetched")
     thread.join(0.6)
     assert thread.is_alive(), "the checkpoint is not in the store yet"
-    assert lead.uploader._send(lead.rows()[0])
+    assert lead.uploader._send_checkpoint(lead.rows()[0])
     thread.join(120)
     (own,) = found
     root = member.storage.root
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_cannot_be_fetched_ends_the_part(
     lead: StoreLab, member: Any, engine: Engine, share: Path
 ) -> None:
     lead.save(10)
-    assert lead.uploader._send(lead.rows()[0])
+    assert lead.uploader._send_checkpoint(lead.rows()[0])
     job, _ = lead.next_attempt()
     shutil.rmtree(share / "runs")
     run = run_row(engine, lead.trainer.run_id)

@@ -62,7 +62,7 @@ class StoreLab(Lab):
         """Save a checkpoint and notify the uploader."""
         folder = self.save(step)
         (row,) = [row for row in self.rows() if row.step == step]
-        self.uploader.add(row)
+        self.uploader.queue_checkpoint(row)
         return folder
 
     def rows(self) -> list[Any]:

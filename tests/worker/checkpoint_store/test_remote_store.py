@@ -67,28 +67,28 @@ class TestAStore:
         folder, digest = whole(settings)
         written = {name: (folder / name).read_bytes() for name in files_below(folder)}
         assert "deeper/weights" in written
-        remote.send(folder, digest, lambda: None)
+        remote.send_checkpoint(folder, digest, lambda: None)
         folder.rename(folder.with_name("elsewhere"))
-        remote.fetch(folder, digest, "wrk_test", lambda: None)
+        remote.fetch_checkpoint(folder, digest, "wrk_test", lambda: None)
         assert {name: (folder / name).read_bytes() for name in files_below(folder)} == written
         assert sorted(path.name for path in folder.parent.iterdir()) == ["checkpoint-5", "elsewhere"]
-        remote.remove(folder)
+        remote.remove_folder(folder)
         with pytest.raises(MissingInStore):
-            remote.fetch(folder, digest, "wrk_test", lambda: None)
-        remote.remove(folder)
+            remote.fetch_checkpoint(folder, digest, "wrk_test", lambda: None)
+        remote.remove_folder(folder)
 
     def test_a_kill_between_any_two_files_leaves_nothing_that_is_taken_for_a_copy(
         self, remote: RemoteStore, settings: Settings
     ) -> None:
         folder, digest = whole(settings)
         pieces: list[int] = []
-        remote.send(folder, digest, lambda: pieces.append(1))
-        remote.remove(folder)
+        remote.send_checkpoint(folder, digest, lambda: pieces.append(1))
+        remote.remove_folder(folder)
         for last in range(len(pieces)):
             with pytest.raises(KeyboardInterrupt):
-                remote.send(folder, digest, killed_after(last))
+                remote.send_checkpoint(folder, digest, killed_after(last))
             with pytest.raises(MissingInStore):
-                remote.fetch(folder, digest, "wrk_test", lambda: None)
+                remote.fetch_checkpoint(folder, digest, "wrk_test", lambda: None)
             assert manifest.verify(folder, digest) == [], "what is here stays as it is"
 
 
@@ -124,11 +124,11 @@ class TestWhatATrainerMayWrite:
         (folder / "state.json").unlink()
         (folder / "state.json").symlink_to("/etc/passwd")
         with pytest.raises(LocalCheckpointCorrupt):
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
         folder, digest = whole(settings)
         (folder / "state.json").write_text("[]")
         with pytest.raises(LocalCheckpointCorrupt, match="other contents"):
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
 
     @pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../../outside"])
     def test_no_name_in_a_manifest_leaves_the_folder(
@@ -140,12 +140,12 @@ class TestWhatATrainerMayWrite:
         (folder / file_manifest.MANIFEST).write_bytes(said)
         digest = hashlib.sha256(said).hexdigest()
         with pytest.raises(LocalCheckpointCorrupt):
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
         place = root / Storage(settings).key_of(folder)
         place.mkdir(parents=True)
         (place / file_manifest.MANIFEST).write_bytes(said)
         with pytest.raises(CorruptInStore):
-            share.fetch(folder, digest, "wrk_test", lambda: None)
+            share.fetch_checkpoint(folder, digest, "wrk_test", lambda: None)
         assert files_below(root) == [f"{place.relative_to(root)}/{file_manifest.MANIFEST}"]
 
     def test_no_link_in_its_folder_leads_the_worker_elsewhere(
@@ -153,7 +153,7 @@ class TestWhatATrainerMayWrite:
     ) -> None:
         """The trainer's user owns the folder around the checkpoint, and replaces what is there while it is fetched."""
         folder, digest = whole(settings)
-        share.send(folder, digest, lambda: None)
+        share.send_checkpoint(folder, digest, lambda: None)
         user = pwd.getpwnam("nobody") if os.getuid() == 0 else pwd.getpwuid(os.getuid())
         os.chown(folder.parent, user.pw_uid, user.pw_gid)
         outside = tmp_path / "outside"
@@ -178,7 +178,7 @@ class TestWhatATrainerMayWrite:
 
         try:
             attack()
-            share.fetch(folder, digest, "wrk_test", attack)
+            share.fetch_checkpoint(folder, digest, "wrk_test", attack)
         finally:
             os.close(attempt)
         assert swapped and list(outside.iterdir()) == []
@@ -191,7 +191,7 @@ class TestWhatATrainerMayWrite:
         remote = RemoteStore(f"memory://{new_id('run')}", Storage(settings))
         remote.objects.put(f"{Storage(settings).key_of(folder)}/{file_manifest.MANIFEST}", iter([said]))
         with pytest.raises(CorruptInStore, match="twice"):
-            remote.fetch(folder, hashlib.sha256(said).hexdigest(), "wrk_test", lambda: None)
+            remote.fetch_checkpoint(folder, hashlib.sha256(said).hexdigest(), "wrk_test", lambda: None)
 
 
 class TestWhatIsReported:
@@ -224,7 +224,7 @@ class TestWhatIsReported:
 
         monkeypatch.setattr(os, "fsync", fails)
         with caplog.at_level(logging.WARNING), pytest.raises(StoreUnavailable, match=clause) as reported:
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
         assert "10.1.2.3" not in str(reported.value) and "AKIA123" not in str(reported.value)
         assert "10.1.2.3" in caplog.text
 
@@ -249,7 +249,7 @@ class TestWhatIsReported:
             raise OSError(5, "the caller's own")
 
         with pytest.raises(OSError, match="the caller's own"):
-            remote.send(folder, digest, on_piece)
+            remote.send_checkpoint(folder, digest, on_piece)
 
 
 class TestAFileOnItsWay:
@@ -258,7 +258,7 @@ class TestAFileOnItsWay:
     ) -> None:
         folder, digest = whole(settings)
         with pytest.raises(KeyboardInterrupt):
-            share.send(folder, digest, killed_after(1))
+            share.send_checkpoint(folder, digest, killed_after(1))
         assert files_below(root) == []
 
     @pytest.mark.full
@@ -269,7 +269,7 @@ class TestAFileOnItsWay:
         remote = RemoteStore(s3, Storage(settings))
         remote.objects.files.default_block_size = 5 * 2**20  # so that it is sent in parts
         with pytest.raises(KeyboardInterrupt):
-            remote.send(folder, digest, killed_after(2))
+            remote.send_checkpoint(folder, digest, killed_after(2))
         client = boto3.client("s3")
         assert "Uploads" not in client.list_multipart_uploads(Bucket="checkpoints")
         there = client.list_objects_v2(Bucket="checkpoints", Prefix=f"of-anneal/{Storage(settings).key_of(folder)}")
@@ -292,7 +292,7 @@ class TestAFileOnItsWay:
 
         monkeypatch.setattr(os, "fsync", synced)
         monkeypatch.setattr(os, "replace", named)
-        share.send(folder, digest, lambda: None)
+        share.send_checkpoint(folder, digest, lambda: None)
         for name in ("weights", "manifest.json"):
             at = done.index(f"name {name}")
             assert done[at - 1].startswith(f"sync .{name}.")
@@ -306,20 +306,20 @@ class TestAFileOnItsWay:
         left = root / Storage(settings).key_of(folder) / ".state.json.0123.part"
         left.parent.mkdir(parents=True)
         left.touch()
-        share.send(folder, digest, lambda: None)
+        share.send_checkpoint(folder, digest, lambda: None)
         assert not left.exists()
 
 
 class TestAShareThatIsNotMounted:
     def test_is_distinguished_from_one_that_is(self, share: RemoteStore, root: Path, settings: Settings) -> None:
         folder, digest = whole(settings)
-        share.send(folder, digest, lambda: None)
+        share.send_checkpoint(folder, digest, lambda: None)
         root.rename(root.with_name("away"))
         root.mkdir()  # the place below which it is mounted
         for use in (
-            lambda: share.send(folder, digest, lambda: None),
-            lambda: share.fetch(folder, digest, "wrk_test", lambda: None),
-            lambda: share.remove(folder),
+            lambda: share.send_checkpoint(folder, digest, lambda: None),
+            lambda: share.fetch_checkpoint(folder, digest, "wrk_test", lambda: None),
+            lambda: share.remove_folder(folder),
         ):
             with pytest.raises(StoreUnavailable, match=f"no file {MARK}: mount"):
                 use()
@@ -342,17 +342,17 @@ class TestWhatIsHere:
         folder, digest = whole(settings)
         (folder / "state.json").unlink()
         with pytest.raises(LocalCheckpointCorrupt):
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
         folder.rename(folder.with_name("elsewhere"))
         with pytest.raises(LocalCheckpointMissing):
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
 
         def fails(*_: Any) -> int:
             raise OSError(24, "too many open files")
 
         monkeypatch.setattr(remote_store, "open_below", fails)
         with pytest.raises(OSError, match="too many"):
-            share.send(folder, digest, lambda: None)
+            share.send_checkpoint(folder, digest, lambda: None)
 
 
 @pytest.fixture
@@ -392,8 +392,8 @@ def test_a_silent_store_is_soon_given_up(
     monkeypatch.setattr(object_store, "_SILENCE_SECONDS", 0.2)
     folder, digest = whole(settings)
     for use in (
-        lambda remote: remote.send(folder, digest, lambda: None),  # more than the buffers on the way take
-        lambda remote: remote.fetch(folder, digest, "wrk_test", lambda: None),
+        lambda remote: remote.send_checkpoint(folder, digest, lambda: None),  # more than the buffers on the way take
+        lambda remote: remote.fetch_checkpoint(folder, digest, "wrk_test", lambda: None),
     ):
         silent.clear()
         with pytest.raises(StoreUnavailable, match="does not answer") as reported:

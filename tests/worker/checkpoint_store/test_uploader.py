@@ -57,7 +57,7 @@ def change(lab: StoreLab, statement: str) -> None:
 def while_it_is_sent(lab: StoreLab, monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     """Have something happen when the first piece of the next checkpoint is on its way; it notes at each piece."""
     monkeypatch.setattr(uploading, "_NOTE_SECONDS", -1.0)
-    send = lab.uploader.remote.send
+    send = lab.uploader.remote.send_checkpoint
     left = [happens]
 
     def meanwhile(folder: Path, sha256: str, on_piece: Callable[[], None]) -> None:
@@ -68,7 +68,7 @@ def while_it_is_sent(lab: StoreLab, monkeypatch: pytest.MonkeyPatch, happens: Ca
 
         send(folder, sha256, on_each)
 
-    monkeypatch.setattr(lab.uploader.remote, "send", meanwhile)
+    monkeypatch.setattr(lab.uploader.remote, "send_checkpoint", meanwhile)
 
 
 class TestOnItsWay:
@@ -79,12 +79,12 @@ class TestOnItsWay:
 
         def let_go() -> None:
             change(lab, "UPDATE checkpoints SET deleted_at = now()")
-            another.sweep()
+            another.remove_unneeded()
             seen.append(lab.rows()[0].replica_started_at)
 
         while_it_is_sent(lab, monkeypatch, let_go)
         lab.save_queued(10)
-        assert lab.uploader._send(lab.rows()[0]) is False
+        assert lab.uploader._send_checkpoint(lab.rows()[0]) is False
         assert seen != [None], "the other worker did not say that nothing is there"
         assert stored_files(share) == [] and lab.rows()[0].replica_started_at is None
 
@@ -109,18 +109,18 @@ class TestOnItsWay:
         while_it_is_sent(lab, monkeypatch, lambda: asyncio.run(delete()))
         folder = lab.save_queued(10)
         lab.trainer.complete()
-        assert lab.uploader._send(lab.rows()[0]) is False
+        assert lab.uploader._send_checkpoint(lab.rows()[0]) is False
         assert stored_files(share) == []
-        another.sweep()
+        another.remove_unneeded()
         assert planned_removals() == 1, "a worker that stood still meanwhile may send something yet"
         lab.remote.objects.put(f"{lab.storage.key_of(folder)}/weights", iter([b"w"]))
         change(lab, "UPDATE replica_deletions SET not_before = not_before - interval '10 min'")
         with monkeypatch.context() as patch:
-            patch.setattr(another.remote, "remove", interrupt)
+            patch.setattr(another.remote, "remove_folder", interrupt)
             with pytest.raises(KeyboardInterrupt):
-                another.sweep()
+                another.remove_unneeded()
         assert stored_files(share) == ["weights"] and planned_removals() == 1
-        another.sweep()
+        another.remove_unneeded()
         assert stored_files(share) == [] and planned_removals() == 0
 
     def test_what_another_worker_has_gone_on_with_is_left_to_it(
@@ -128,11 +128,11 @@ class TestOnItsWay:
     ) -> None:
         def stands_still() -> None:
             change(lab, "UPDATE checkpoints SET replica_started_at = now() - interval '1 h'")
-            assert another._send(lab.rows()[0]) is True
+            assert another._send_checkpoint(lab.rows()[0]) is True
 
         while_it_is_sent(lab, monkeypatch, stands_still)
         lab.save_queued(10)
-        assert lab.uploader._send(lab.rows()[0]) is False
+        assert lab.uploader._send_checkpoint(lab.rows()[0]) is False
         assert len(stored_files(share)) == 2 and lab.rows()[0].replicated_at is not None
 
     def test_a_database_that_is_away_is_no_store_that_is(
@@ -154,7 +154,7 @@ class TestDamage:
         self, lab: StoreLab, said: list[str], share: Path
     ) -> None:
         flip(lab.save_queued(10))
-        assert lab.uploader._send(lab.rows()[0]) is False
+        assert lab.uploader._send_checkpoint(lab.rows()[0]) is False
         (row,) = lab.rows()
         assert "other contents" in row.bad_reason and row.replica_started_at is None and stored_files(share) == []
         (line,) = said
@@ -171,7 +171,7 @@ class TestDamage:
             return verify(*arguments)
 
         monkeypatch.setattr(uploading.manifest, "verify", slowly)
-        lab.uploader._send(lab.rows()[0])
+        lab.uploader._send_checkpoint(lab.rows()[0])
         assert lab.rows()[0].bad_reason is None and said == []
 
     def test_is_not_what_is_gone_or_cannot_be_read_just_now(
@@ -186,9 +186,9 @@ class TestDamage:
         with monkeypatch.context() as patch:
             patch.setattr(remotes, "open_below", fails)
             with pytest.raises(OSError, match="input/output"):
-                lab.uploader._send(lab.rows()[1])
+                lab.uploader._send_checkpoint(lab.rows()[1])
         folder.rename(folder.with_name("elsewhere"))
-        assert lab.uploader._send(lab.rows()[0]) is False
+        assert lab.uploader._send_checkpoint(lab.rows()[0]) is False
         assert set(lab.bad_reasons().values()) == {None} and said == []
 
 
@@ -198,18 +198,18 @@ class TestRounds:
     ) -> None:
         for step in (10, 20, 30):
             lab.save_queued(step)
-            lab.uploader._send(lab.rows()[-1])
+            lab.uploader._send_checkpoint(lab.rows()[-1])
         change(lab, "UPDATE checkpoints SET deleted_at = now()")
         monkeypatch.setattr(statements, "_AT_ONCE", 1)
-        remove = lab.uploader.remote.remove
+        remove = lab.uploader.remote.remove_folder
 
         def refuses(folder: Path) -> None:
             if folder.name == "checkpoint-10":
                 raise StoreUnavailable("it refuses this worker")
             remove(folder)
 
-        monkeypatch.setattr(lab.uploader.remote, "remove", refuses)
-        lab.uploader.sweep()
+        monkeypatch.setattr(lab.uploader.remote, "remove_folder", refuses)
+        lab.uploader.remove_unneeded()
         assert [row.replica_started_at is None for row in lab.rows()] == [False, True, True]
         assert [message for message in caplog.messages if "remain at" in message and "it refuses" in message]
 
@@ -294,7 +294,7 @@ class TestTheThread:
         lab.wait_until_sent(3)
         with lab.engine.begin() as connection:
             retention.retire_checkpoints(connection, lab.trainer.run_id, 1)
-        lab.uploader.tidy()
+        lab.uploader.schedule_sweep()
         # What is being removed cannot be walked through.
         eventually(lambda: [row.replica_started_at is None for row in lab.rows()] == [True, True, False])
         assert [path.name for path in share.rglob("checkpoint-*")] == ["checkpoint-30"]
@@ -302,14 +302,14 @@ class TestTheThread:
     def test_one_that_is_retired_on_its_way_leaves_nothing(
         self, lab: StoreLab, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        send = lab.uploader.remote.send
+        send = lab.uploader.remote.send_checkpoint
 
         def slowly(*arguments: Any) -> None:
             send(*arguments)
             with lab.engine.begin() as connection:
                 connection.execute(text("UPDATE checkpoints SET deleted_at = now()"))
 
-        monkeypatch.setattr(lab.uploader.remote, "send", slowly)
+        monkeypatch.setattr(lab.uploader.remote, "send_checkpoint", slowly)
         lab.save_queued(10)
         lab.uploader.start()
         eventually(lambda: lab.rows()[0].deleted_at and lab.rows()[0].replica_started_at is None)
@@ -323,7 +323,7 @@ class TestTheEndOfARun:
         """What the run is told while it waits for its checkpoints to be sent, at most so long."""
         reported: list[NewEvent] = []
         lease: Any = SimpleNamespace(run_id=lab.trainer.run_id, **self.LEASE)
-        lab.uploader.settle(
+        lab.uploader.wait_until_sent(
             lease.run_id, lambda: lease.fenced or lease.expired, reported.append, time.monotonic() + seconds
         )
         return [json.loads(event.data) for event in reported]

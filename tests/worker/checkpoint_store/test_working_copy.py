@@ -88,17 +88,17 @@ class TestADataset:
     def test_is_fetched_once_and_again_if_a_byte_differs(self, host: Host, gets: list[Path]) -> None:
         path, size, sha256 = host.store(5000)
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, path, size, sha256, never)
-            host.copy.dataset(RUN, path, size, sha256, never)
+            host.copy.fetch_dataset(RUN, path, size, sha256, never)
+            host.copy.fetch_dataset(RUN, path, size, sha256, never)
         assert len(gets) == 1 and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
         path.write_bytes(b"x" * size)
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, path, size, sha256, never)
+            host.copy.fetch_dataset(RUN, path, size, sha256, never)
         assert len(gets) == 2 and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
         path.unlink()
         path.symlink_to("/etc/passwd")
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, path, size, sha256, never)
+            host.copy.fetch_dataset(RUN, path, size, sha256, never)
         assert not path.is_symlink() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
 
     def test_that_differs_in_the_store_or_is_missing_there_is_not_used(self, host: Host, share: Path) -> None:
@@ -106,11 +106,11 @@ class TestADataset:
         (share / host.storage.key_of(path)).write_bytes(b"x" * size)
         with host.copy.used_by(RUN):
             with pytest.raises(CorruptInStore):
-                host.copy.dataset(RUN, path, size, sha256, never)
+                host.copy.fetch_dataset(RUN, path, size, sha256, never)
             assert not path.exists()
-            host.remote.remove(path.parent)
+            host.remote.remove_folder(path.parent)
             with pytest.raises(MissingInStore):
-                host.copy.dataset(RUN, path, size, sha256, never)
+                host.copy.fetch_dataset(RUN, path, size, sha256, never)
 
     def test_of_a_store_that_is_away_is_tried_again_and_then_reported(
         self, host: Host, share: Path, monkeypatch: pytest.MonkeyPatch, gets: list[Path]
@@ -119,7 +119,7 @@ class TestADataset:
         monkeypatch.setattr(working_copy, "_PAUSE_SECONDS", 0.0)
         share.rename(share.with_name("away"))
         with host.copy.used_by(RUN), pytest.raises(StoreUnavailable):
-            host.copy.dataset(RUN, path, size, sha256, never)
+            host.copy.fetch_dataset(RUN, path, size, sha256, never)
         assert len(gets) == 3
 
     def test_that_two_hosts_of_one_folder_want_is_fetched_once(
@@ -132,7 +132,7 @@ class TestADataset:
         def use(copy: WorkingCopy, run_id: str) -> None:
             try:
                 with copy.used_by(run_id):
-                    copy.dataset(run_id, path, size, sha256, never)
+                    copy.fetch_dataset(run_id, path, size, sha256, never)
             except Exception as error:
                 errors.append(error)
 
@@ -149,8 +149,8 @@ class TestADataset:
 
     def test_is_not_waited_for_once_the_run_is_to_end(self, host: Host) -> None:
         path, size, sha256 = host.store(100)
-        with host.copy.fetching(path.parent, never), host.copy.used_by(RUN), pytest.raises(TransferCancelled):
-            host.copy.dataset(RUN, path, size, sha256, cancelled)
+        with host.copy.fetch_lock(path.parent, never), host.copy.used_by(RUN), pytest.raises(TransferCancelled):
+            host.copy.fetch_dataset(RUN, path, size, sha256, cancelled)
 
 
 def cancelled() -> None:
@@ -162,11 +162,11 @@ class TestItsSize:
         first, second, third = (host.store(4000) for _ in range(3))
         for dataset in (first, second, first):
             with host.copy.used_by(RUN):
-                host.copy.dataset(RUN, *dataset, never)
+                host.copy.fetch_dataset(RUN, *dataset, never)
             used_at = time.time()
             eventually(lambda used_at=used_at: time.time() > used_at + 0.01)  # the times of two uses differ
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, *third, never)
+            host.copy.fetch_dataset(RUN, *third, never)
         assert host.here() == {first[0].parent.name, third[0].parent.name}
 
     def test_takes_nothing_from_a_run(self, settings: Settings, engine: Engine, host: Host, share: Path) -> None:
@@ -174,9 +174,9 @@ class TestItsSize:
         first, second = host.store(4000), host.store(9000)
         other = Host(settings, engine, host.storage.root.parent, f"file://{share}")
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, *first, never)
+            host.copy.fetch_dataset(RUN, *first, never)
             with other.copy.used_by(OTHER):
-                other.copy.dataset(OTHER, *second, never)
+                other.copy.fetch_dataset(OTHER, *second, never)
                 assert host.here() == {first[0].parent.name, second[0].parent.name}
             assert host.here() == {first[0].parent.name}
 
@@ -190,14 +190,14 @@ class TestItsSize:
         host = Host(settings, engine, host.storage.root.parent, f"file://{share}", limit=10**9)
         first, second, third = (host.store(6000) for _ in range(3))
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, *first, never)
+            host.copy.fetch_dataset(RUN, *first, never)
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, *second, never)
+            host.copy.fetch_dataset(RUN, *second, never)
             with host.copy.used_by(OTHER):
-                host.copy.dataset(OTHER, *third, never)
+                host.copy.fetch_dataset(OTHER, *third, never)
                 assert host.here() == {second[0].parent.name, third[0].parent.name}
                 with pytest.raises(OSError, match="does not fit"):
-                    host.copy.dataset(OTHER, *first, never)
+                    host.copy.fetch_dataset(OTHER, *first, never)
 
     def test_does_not_cost_a_checkpoint_that_is_still_to_be_sent(self, host: Host, engine: Engine) -> None:
         trainer = Trainer(engine, add_run(engine).id)
@@ -208,7 +208,7 @@ class TestItsSize:
         for folder in attempts:
             (folder / "checkpoint-5").mkdir(parents=True)
             (folder / "checkpoint-5" / "weights").write_bytes(b"x" * 20_000)
-        host.copy.trim()
+        host.copy.make_room()
         assert [folder.exists() for folder in attempts] == [True, False]
 
     def test_is_not_spent_on_what_was_deleted(self, host: Host) -> None:
@@ -216,8 +216,8 @@ class TestItsSize:
         run.mkdir(parents=True)
         (run.parent / "journal.jsonl").write_text("{}\n")
         with host.copy.used_by(RUN):
-            host.copy.dataset(RUN, *dataset, never)
-            host.copy.trim()
+            host.copy.fetch_dataset(RUN, *dataset, never)
+            host.copy.make_room()
             assert host.here() == {dataset[0].parent.name}, "a run uses it"
         assert host.here() == set() and not run.parent.exists()
 
@@ -232,7 +232,7 @@ class TestItsSize:
         old.touch()
         new.touch()
         os.utime(old, (0, 0))
-        host.copy.trim()
+        host.copy.make_room()
         assert [path.name for path in host.storage.runs.iterdir()] == [live]
         assert list(old.parent.iterdir()) == [new]
 
@@ -257,7 +257,7 @@ class TestAnOutput:
                 folder.rename(folder.with_name("moved"))
                 folder.symlink_to("/etc")
             with host.copy.used_by(RUN):
-                assert host.copy.output(RUN, of, sha256, "wrk_test", never) == folder
+                assert host.copy.fetch_output(RUN, of, sha256, "wrk_test", never) == folder
                 assert not folder.is_symlink()
                 found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
                 assert found == ["deep/weights", "manifest.json"]
@@ -270,9 +270,9 @@ class TestAnOutput:
         described.write_text('{"files": {"../../outside": {"bytes": 1, "sha256": ""}}}')
         with host.copy.used_by(RUN):
             with pytest.raises(CorruptInStore):
-                host.copy.output(RUN, of, "0" * 64, "wrk_test", never)
+                host.copy.fetch_output(RUN, of, "0" * 64, "wrk_test", never)
             with pytest.raises(CorruptInStore):
-                host.copy.output(RUN, of, hashlib.sha256(described.read_bytes()).hexdigest(), "wrk_test", never)
+                host.copy.fetch_output(RUN, of, hashlib.sha256(described.read_bytes()).hexdigest(), "wrk_test", never)
 
     def test_that_is_sent_again_after_an_outage_sends_only_the_rest(
         self, host: Host, monkeypatch: pytest.MonkeyPatch
@@ -345,7 +345,7 @@ class TestTheNextAttempt:
         lab = StoreLab(settings, engine, share)
         for step, loss in ((10, 1.0), (20, 2.0)):
             lab.save_queued(step)
-            assert lab.uploader._send(lab.rows()[-1])
+            assert lab.uploader._send_checkpoint(lab.rows()[-1])
             mark_checkpoint(engine, lab.ids[step], metrics={"eval_loss": loss})
         shutil.rmtree(lab.storage.root / "runs")
         shutil.rmtree(lab.storage.root / "datasets")

@@ -20,8 +20,8 @@ class Drained(Journal):
         super().__init__(str(path), attempt)
         self._control, self._at = control, at
 
-    def step(self, n: int, loss_hex: str, samples: Any) -> None:
-        super().step(n, loss_hex, samples)
+    def record_step(self, n: int, loss_hex: str, samples: Any) -> None:
+        super().record_step(n, loss_hex, samples)
         if n == self._at:
             self._control.request_stop(StopRequest("checkpoint", "drain"))
 

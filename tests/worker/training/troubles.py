@@ -59,7 +59,7 @@ def begin(asked: dict[str, Any]) -> None:
 def follow(course: Any) -> None:
     """From now on here: SIGTERM within step `drain_at`, or before the evaluation of set number `drain_at_evaluation`;
     `evaluations` in turn raise, or find NaN or a given loss."""
-    reported, evaluate = Journal.step, ServiceTrainerMixin.evaluation_loop
+    reported, evaluate = Journal.record_step, ServiceTrainerMixin.evaluation_loop
     left = list(course.get("evaluations", ()))
     sets = itertools.count(1)
 

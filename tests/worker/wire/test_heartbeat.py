@@ -45,14 +45,14 @@ class TestHeartbeat:
         ours, theirs = ends
         now = 1000.0
         monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
-        beat = Heartbeat(theirs.fileno()).beat
+        beat = Heartbeat(theirs.fileno()).send_if_due
         for hundredth in range(250):
             now = 1000.0 + hundredth / 100
             beat()
         assert heard(ours) == [HEARTBEAT] * 3
 
     def test_it_costs_a_step_next_to_nothing(self, ends: tuple[socket.socket, socket.socket]) -> None:
-        beat = Heartbeat(ends[1].fileno()).beat
+        beat = Heartbeat(ends[1].fileno()).send_if_due
         best = float("inf")
         for _ in range(20):  # the best of many: this machine may be busy
             began = time.perf_counter()
@@ -66,7 +66,7 @@ class TestHeartbeat:
     ) -> None:
         ours, theirs = ends
         monkeypatch.setattr(heartbeat, "_SECONDS_BETWEEN", 0.0)
-        beat = Heartbeat(theirs.fileno()).beat
+        beat = Heartbeat(theirs.fileno()).send_if_due
         beating = threading.Thread(target=lambda: [beat() for _ in range(10_000)], daemon=True)
         beating.start()
         beating.join(10)
@@ -122,7 +122,7 @@ class TestWhileGrowing:
     def test_a_sign_for_growth_and_none_without(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         looks: list[int] = []
         signs: list[int] = []
-        held = heartbeat._held
+        held = heartbeat._bytes_held
 
         def look(folders: Any) -> int:
             looks.append(1)
@@ -132,7 +132,7 @@ class TestWhileGrowing:
             until = len(looks) + count
             eventually(lambda: len(looks) >= until, timeout=30)
 
-        monkeypatch.setattr(heartbeat, "_held", look)
+        monkeypatch.setattr(heartbeat, "_bytes_held", look)
         with heartbeat_while_growing(lambda: signs.append(1), tmp_path, tmp_path / "comes later", every=0.01):
             further_looks(5)
             assert signs == []

@@ -252,10 +252,10 @@ def _child_with_control(code: str) -> tuple["subprocess.Popen[bytes]", socket.so
 class TestJournal:
     def test_what_was_written_is_read_back_in_order(self, tmp_path: Path) -> None:
         journal = Journal(tmp_path / "journal.jsonl", attempt=3)
-        journal.start()
-        journal.step(1, (0.1).hex(), [4, 5])
-        journal.save(1)
-        journal.stop("completed")
+        journal.record_start()
+        journal.record_step(1, (0.1).hex(), [4, 5])
+        journal.record_save(1)
+        journal.record_stop("completed")
         events = read_journal(tmp_path / "journal.jsonl")
         assert [event["event"] for event in events] == ["start", "step", "save", "stop"]
         assert events[1]["loss_hex"] == (0.1).hex()
@@ -272,7 +272,7 @@ class TestJournal:
         sys.setswitchinterval(1e-6)
         try:
             with ThreadPoolExecutor(4) as pool:
-                list(pool.map(journal.save, range(4000)))
+                list(pool.map(journal.record_save, range(4000)))
         finally:
             sys.setswitchinterval(often)
         times = [event["t"] for event in read_journal(tmp_path / "j")]
@@ -280,14 +280,14 @@ class TestJournal:
 
     def test_attempts_share_one_file(self, tmp_path: Path) -> None:
         for attempt in (1, 2):
-            Journal(tmp_path / "j", attempt).start()
+            Journal(tmp_path / "j", attempt).record_start()
         assert [event["attempt"] for event in read_journal(tmp_path / "j")] == [1, 2]
 
     def test_a_line_torn_by_a_power_cut_hides_nothing_else(self, tmp_path: Path) -> None:
-        Journal(tmp_path / "j", 1).start()
+        Journal(tmp_path / "j", 1).record_start()
         with (tmp_path / "j").open("ab") as file:
             file.write(b'{"event": "st')
-        Journal(tmp_path / "j", 2).start()
+        Journal(tmp_path / "j", 2).record_start()
         assert [event["attempt"] for event in read_journal(tmp_path / "j")] == [1, 2]
 
     def test_a_journal_that_was_never_written_is_empty(self, tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ class TestFullDisk:
         with small_disk(tmp_path / "disk", 2**20) as disk:
             history, journal = History(disk), Journal(disk / "journal.jsonl", 1)
             history.begin(None)
-            journal.start()
+            journal.record_start()
             filler = fill(disk)
             for step in range(1, 201):
                 history.append({"step": step, "text": "x" * 100})
-                journal.step(step, (1.0).hex(), list(range(60)))
-            journal.save(200)
+                journal.record_step(step, (1.0).hex(), list(range(60)))
+            journal.record_save(200)
             steps = [line["step"] for line in read_journal(disk / "journal.jsonl") if line["event"] == "step"]
             assert 100 < len(steps) < 200, "the first lines have room, the last ones have none"
             assert (disk / "metrics.jsonl").stat().st_size < 201 * 100, "the disk was not full"
@@ -36,7 +36,7 @@ class TestFullDisk:
             assert [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()] == expected
             filler.unlink()
             history.append({"step": 201})
-            journal.step(201, (1.0).hex(), [])
+            journal.record_step(201, (1.0).hex(), [])
             assert history.records() == [*expected, {"step": 201}]
             assert (disk / "metrics.jsonl").read_bytes().count(b"\n") == 201
             events = read_journal(disk / "journal.jsonl")
@@ -48,7 +48,7 @@ class TestFullDisk:
             fill(disk)
             journal = Journal(disk / "journal.jsonl", 1)
             with pytest.raises(OSError, match="No space left"):
-                journal.start()
+                journal.record_start()
 
 
 def test_other_errors_and_more_than_memory_should_hold_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

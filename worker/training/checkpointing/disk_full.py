@@ -15,9 +15,9 @@ class CheckpointDiskSpace(DiskSpace):
         super().__init__(folder, reserve)
         self._skipped = 0
 
-    def lacking(self, size: int) -> str | None:
+    def shortage_reason(self, size: int) -> str | None:
         """Return why a checkpoint of `size` bytes does not fit, or None. One that fits resets the count."""
-        short = super().lacking(size)
+        short = super().shortage_reason(size)
         if short is None:
             self._skipped = 0
         return short

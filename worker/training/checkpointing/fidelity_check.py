@@ -42,5 +42,5 @@ def compare_fidelity(trainer: ServiceTrainer, checkpoint: Path) -> dict[str, Any
     facts: dict[str, Any] = {"fidelity_difference": abs(after - before)}
     if after != before:
         why = f"The fidelity check gave {before:.9g} before the save of the checkpoint, and {after:.9g} after its load."
-        facts |= resume_fidelity.facts([*trainer.facts.get("fidelity_reasons", ()), why])
+        facts |= resume_fidelity.fidelity_facts([*trainer.facts.get("fidelity_reasons", ()), why])
     return facts

@@ -223,7 +223,7 @@ class CheckpointSaver:
             TrainingFailure: `disk_full`, if too many in a row did not fit, or if it is the last one of the run.
         """
         run, step = self._run, trainer.state.global_step
-        why = self._disk_space.lacking(expected_bytes(trainer) + self.gatherer.same_bytes)
+        why = self._disk_space.shortage_reason(expected_bytes(trainer) + self.gatherer.same_bytes)
         if why is None:
             return True
         if run.save_kind == "final":
@@ -334,7 +334,7 @@ def _complete(
     except BaseException:
         remove_tree(staging, ignore_errors=True)
         raise
-    run.journal.save(about.step)
+    run.journal.record_save(about.step)
     seconds = time.monotonic() - began
     run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
     saving.kept_step = about.step

@@ -58,7 +58,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.journal.skip_step(step, rows)
             run.report.message(f"Step {step} is skipped: an earlier attempt found it to be bad.", level="warning")
         else:
-            run.journal.step(step, loss.hex(), rows)
+            run.journal.record_step(step, loss.hex(), rows)
             run.state.loss = loss
             run.state.losses.append(loss)
             run.state.samples += len(rows)

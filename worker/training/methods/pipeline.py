@@ -213,7 +213,7 @@ def report_run_info(
     if run.is_probe:
         facts["whole_run_steps"] = preparation.configured_steps(run)
     run.fingerprint = _fingerprint(trainer, base, facts)
-    facts |= resume_fidelity.facts(_differences(run))
+    facts |= resume_fidelity.fidelity_facts(_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
     if run.resume_from is None:
         trainer.report_run_info()  # a resumed run reports it after the fidelity check of the loaded checkpoint

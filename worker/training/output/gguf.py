@@ -132,7 +132,9 @@ def _converter(run: TrainingContext) -> Path:
 
 def _convert(run: TrainingContext, folder: Path, data_type: str) -> None:
     converter, file, log, about = _converter(run), folder / FILE, run.folder / ".gguf.log", run.folder / ".gguf.json"
-    lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).lacking(int(_weights(folder) * _BYTES[data_type]))
+    lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).shortage_reason(
+        int(_weights(folder) * _BYTES[data_type])
+    )
     if lacking is not None:
         raise TrainingFailure("disk_full", f"`{FILE}` does not fit on the disk: {lacking}.")
     # A program that is no Python module is a wrapper of the operator, with packages of its own.

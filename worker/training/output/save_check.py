@@ -50,7 +50,7 @@ def check_saves(trainer: ServiceTrainer) -> None:
         remove_tree(folder, ignore_errors=True)
     _report_generation_config(trainer)
     # The state of the optimizer comes on top. A resumed run has checkpoints that it replaces.
-    lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).lacking(size)
+    lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).shortage_reason(size)
     if lacking is not None and run.resume_from is None:
         raise TrainingFailure(
             "disk_full", f"A checkpoint and the output of this run do not fit on the disk: {lacking}."

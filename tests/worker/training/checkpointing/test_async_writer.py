@@ -390,8 +390,8 @@ class TestRoom:
             yield free
 
     def test_the_reserve_stays_free(self, free: list[int], tmp_path: Path) -> None:
-        assert DiskSpace(tmp_path, 0).lacking(90 * 2**20) is None
-        why = DiskSpace(tmp_path, 20 * 2**20).lacking(90 * 2**20)
+        assert DiskSpace(tmp_path, 0).shortage_reason(90 * 2**20) is None
+        why = DiskSpace(tmp_path, 20 * 2**20).shortage_reason(90 * 2**20)
         assert why is not None
         assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
 
@@ -400,10 +400,10 @@ class TestRoom:
         for _ in range(2):  # what fits in between starts the count anew
             free[0] = 10
             for step in (1, 2):
-                why = room.lacking(size)
+                why = room.shortage_reason(size)
                 assert why is not None and "the next is due at step 9" in room.skip(step, why, 9, is_due=True)
             free[0] = 100
-            assert room.lacking(size) is None
+            assert room.shortage_reason(size) is None
         with pytest.raises(TrainingFailure) as ended:
             for step in (3, 4, 5):
                 room.skip(step, "full", step + 1, is_due=True)

@@ -72,7 +72,7 @@ class Training:
             config=config, state=RunState(), save_kind="periodic", ended_by=None, fingerprint={}, is_probe=False,
             save_every=2, eval_every=None, ranks=Ranks(), is_sharded=False,
             method=METHODS[TrainingMethod.sft],
-            journal=SimpleNamespace(save=lambda step: None), control=self.control, stop_requested=None,
+            journal=SimpleNamespace(record_save=lambda step: None), control=self.control, stop_requested=None,
         )  # fmt: skip
         weights = torch.nn.Linear(4, 4)
         self.trainer: Any = SimpleNamespace(

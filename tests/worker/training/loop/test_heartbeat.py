@@ -90,7 +90,9 @@ class Watched:
         context: Any = SimpleNamespace(
             settings=settings, storage=storage, draining=threading.Event(), uploader=None, database_reserve=None
         )
-        writer: Any = SimpleNamespace(enqueue_item=self.stored.append, raise_if_failed=lambda: None, is_full=False, progress=None)
+        writer: Any = SimpleNamespace(
+            enqueue_item=self.stored.append, raise_if_failed=lambda: None, is_full=False, progress=None
+        )
         run: Any = SimpleNamespace(
             id="run_test",
             task="train",
@@ -114,7 +116,7 @@ class Watched:
         lease: Any = Lease()
         began = time.monotonic()
         try:
-            memory_watch: Any = SimpleNamespace(look=lambda phase: None)
+            memory_watch: Any = SimpleNamespace(sample_if_due=lambda phase: None)
             _, self.killed_for = Monitor(
                 context, lease, writer, self.record_handler, processes, memory_watch, []
             ).run_until_exit()
