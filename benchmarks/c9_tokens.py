@@ -92,7 +92,7 @@ class _Bench:
         config = TrainingConfig(base_model="bench", packing=True)
         with _as_in_a_trainer():
             began = time.perf_counter()
-            tokenized = dataset.tokenize(
+            tokenized = dataset.tokenize_file(
                 str(self._file), "text", tokenizer, config, max_length=LENGTH, chosen=None, sha256=self._sha256,
                 progress=lambda done, total: None, cache=TokenCache(place / "tokens", LIMIT_BYTES),
             )  # fmt: skip

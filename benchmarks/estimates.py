@@ -114,7 +114,7 @@ def built(cell: Cell) -> tuple[Any, Architecture]:
     add_fused_lm_head(network, outputs=("log_probs", "entropy", "is_top1"))
     kernels.use_kernels(model)
     recomputation = Recomputation(model)
-    recomputation.set(recomputed_layers(cell.checkpointing, recomputation.layers))
+    recomputation.recompute_first(recomputed_layers(cell.checkpointing, recomputation.layers))
     model.train()
     return model, architecture.read_architecture(json.loads(described.to_json_string(use_diff=True)))
 
@@ -153,7 +153,7 @@ def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) ->
     if divided is not None:
         whole = inputs | {"rows": []}
         inputs = SequenceShareCollator(lambda _: whole, 0, cell.batch.sequence_parallel, 0)([])
-        over = divided.over(inputs.pop(WHOLE))
+        over = divided.divide_during(inputs.pop(WHOLE))
         del inputs["labels"], inputs["rows"]
     with (
         over,

@@ -28,7 +28,7 @@ from app.estimator.memory import CONTEXT, optimizer_state
 from app.estimator.memory_planner import USABLE_FRACTION
 from app.estimator.steps import micro_batch
 from benchmarks.counting_meter import OPERATIONS_PER_SECOND, CountingMeter
-from worker.training.planning.pass_meter import Reading, measure
+from worker.training.planning.pass_meter import Reading, measure_pass
 from worker.training.planning.recomputation import Recomputation
 from worker.training.planning.step_planner import MeasuredPass, StepChoices, StepPlan, StepPlanner, Trial, micro_batches
 from worker.training.planning.step_planning import trained_tensors
@@ -158,9 +158,9 @@ class SimulatedModel:
         return self._readings[trial, length]
 
     def _count(self, trial: Trial, length: int) -> Reading:
-        self.recomputation.set(trial.recomputed)
+        self.recomputation.recompute_first(trial.recomputed)
         with self.mode:
-            reading = measure(CountingMeter(_ENOUGH, self.allocated), self._pass(trial.rows, length))
+            reading = measure_pass(CountingMeter(_ENOUGH, self.allocated), self._pass(trial.rows, length))
             for parameter in self.trained:
                 parameter.grad = None
         return reading
@@ -233,8 +233,8 @@ def _plan(cell: Cell, simulated: SimulatedModel, config: TrainingConfig, later: 
     while (trial := planner.next_trial()) is not None:
         peak, seconds = simulated.measure(trial, cell.length)
         fits_device = peak is not None and peak <= cell.gigabytes * 2**30 - CONTEXT["cuda"]
-        planner.add(MeasuredPass(trial, positions[trial.rows], peak if fits_device else None, seconds))
-    return planner.plan()
+        planner.add_measurement(MeasuredPass(trial, positions[trial.rows], peak if fits_device else None, seconds))
+    return planner.best_plan()
 
 
 def comparisons(layers: int | None = None) -> Iterator[Comparison]:

@@ -379,7 +379,7 @@ def _quantize(model: Any, config: TrainingConfig, dtype: torch.dtype) -> None:
 def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Checkpointing | int) -> Step:
     """Run a step of the optimizer that is not its first; of several micro-batches, the last."""
     recomputation = Recomputation(model)
-    recomputation.set(recomputed_layers(checkpointing, recomputation.layers))
+    recomputation.recompute_first(recomputed_layers(checkpointing, recomputation.layers))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = _optimizer(config, trained)
     for parameter in trained:
@@ -398,7 +398,7 @@ def run_step(model: Any, config: TrainingConfig, batch: Batch, checkpointing: Ch
     borders = tuple(range(0, batch.length + 1, batch.length // batch.texts))
     texts = attention.Texts(borders, torch.empty(len(borders), dtype=torch.int32, device="cuda"), borders[1], None)
     with (
-        mock.patch.object(attention, "_texts", lambda *_: texts),
+        mock.patch.object(attention, "_texts_of_mask", lambda *_: texts),
         AllocatedBytes(has_mask=batch.masked or batch.texts > 1) as allocated,
     ):
         for tensor in (*_tensors(model), *states, *gradients):

@@ -141,15 +141,15 @@ class TestGpu:
             devices.find_machine(Settings(home=tmp_path, slots=3))
 
     @pytest.mark.parametrize(
-        ("visible", "found"),
+        ("visible", "indexes"),
         [("1", [1]), ("2,0", [2, 0]), ("", []), ("-1", []), ("0,9,1", [0]), ("GPU-1", [1]), ("GPU-x", [])],
     )
     def test_hidden_gpus_stay_hidden(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, found: list[int]
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, indexes: list[int]
     ) -> None:
         install(monkeypatch, 3)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.index for gpu in devices.list_gpus()] == found
+        assert [gpu.index for gpu in devices.list_gpus()] == indexes
 
     def test_the_capability_is_that_of_the_visible_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         install(monkeypatch, 1)
@@ -182,7 +182,7 @@ class TestMig:
         assert driver.open == 0
 
     @pytest.mark.parametrize(
-        ("visible", "found", "warned"),
+        ("visible", "ids", "warned"),
         [
             ("MIG-aa22,0", ["MIG-aa22", "GPU-0abc"], ""),
             ("1", ["MIG-aa11", "MIG-aa22"], ""),
@@ -194,10 +194,10 @@ class TestMig:
     )
     def test_hidden_instances_stay_hidden_and_a_name_of_none_is_logged(
         self, driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-        visible: str, found: list[str], warned: str,
+        visible: str, ids: list[str], warned: str,
     ) -> None:  # fmt: skip
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert [gpu.id for gpu in devices.list_gpus()] == found
+        assert [gpu.id for gpu in devices.list_gpus()] == ids
         assert (warned in caplog.text) if warned else not caplog.records
 
     def test_a_partitioned_gpu_without_an_instance_is_no_device_and_the_log_says_so(
@@ -209,6 +209,6 @@ class TestMig:
 
 
 def test_looking_imports_no_torch() -> None:
-    code = "import sys; from worker import devices; devices.gpus(); print('torch' in sys.modules)"
+    code = "import sys; from worker import devices; devices.list_gpus(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -123,12 +123,12 @@ from sqlalchemy.exc import OperationalError
 from worker import single_run
 from worker.attempts import supervisor
 failures = []
-claim, waiting = supervisor.claim, single_run._waiting
+claim, waiting = supervisor.claim, single_run._needs_if_waiting
 def away(*_):
     failures.append(1)
     raise OperationalError("SELECT 1", None, Exception("the server ends"))
 supervisor.claim = lambda context: claim(context) if len(failures) > 1 else None
-single_run._waiting = lambda *given: away() if len(failures) < 2 else waiting(*given)
+single_run._needs_if_waiting = lambda *given: away() if len(failures) < 2 else waiting(*given)
 sys.exit(single_run.main())
 """
     done = start(settings, run_id, code=program)

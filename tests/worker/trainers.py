@@ -96,8 +96,8 @@ def cleans_up(arguments: list[str]) -> int:
     finalized, registered = tempfile.TemporaryDirectory(), tempfile.TemporaryDirectory()
     atexit.register(registered.cleanup)
     _kept.append(finalized)
-    made = (theirs.finalized, theirs.registered, finalized, registered)
-    send(report, "folders", exist=[folder.name for folder in made])
+    folders = (theirs.finalized, theirs.registered, finalized, registered)
+    send(report, "folders", exist=[folder.name for folder in folders])
     return 0
 
 
@@ -171,10 +171,10 @@ def daemons(arguments: list[str]) -> int:
                 while True:
                     signal.pause()
             os._exit(0)
-    found: list[int] = []
-    while len(found) < 6:
-        found += [int(line) for line in os.read(reading, 4096).split()]
-    send(report, "daemons", pids=found)
+    pids: list[int] = []
+    while len(pids) < 6:
+        pids += [int(line) for line in os.read(reading, 4096).split()]
+    send(report, "daemons", pids=pids)
     match job["how"]:
         case "ends":
             return 0

@@ -30,7 +30,7 @@ from app.contracts.training_config.rules import sharding_obstacles
 from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
-from worker.training.failures import Stopped, TrainingFailure, classify, one_line
+from worker.training.failures import Stopped, TrainingFailure, classify_error, one_line
 from worker.training.loop import memory
 from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model import loader
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     """
     job, report_fd, control_fd, place = parse_args(argv)
     if place is not None and place.rank > 0:
-        return _follow(job, place, report_fd, control_fd)
+        return _follow_rank_zero(job, place, report_fd, control_fd)
     report = Reporter(report_fd)
     control = Control.start(control_fd)
     control.stop_on_sigterm()
@@ -69,10 +69,10 @@ def main(argv: list[str]) -> int:
         journal = Journal(job.journal, job.attempt)
         journal.record_start()
         _quiet_libraries()
-        result = _train(job, report, control, journal, place)
+        result = _train_job(job, report, control, journal, place)
     except Exception as error:
         if place is not None and is_peer_lost(error):
-            return _lost(error)
+            return _report_lost_connection(error)
         result = _ended_by(error, control)
         error_info = result.get("error")
         if error_info and error_info["code"] == "internal":
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     return 1 if result["outcome"] == "failed" else 0
 
 
-def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: int | None) -> int:
+def _follow_rank_zero(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: int | None) -> int:
     """Train as another rank than 0, without a journal; return the exit code."""
     report = RankReporter(report_fd)
     control = Control.start(control_fd)
@@ -95,7 +95,7 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
         signal.signal(number, signal.SIG_IGN)
     try:
         _quiet_libraries()
-        _train(job, report, control, Journal(None, job.attempt), place)
+        _train_job(job, report, control, Journal(None, job.attempt), place)
     except Stopped:
         return 0
     except RankZeroUnreachableError as error:
@@ -103,7 +103,7 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
         return EXIT_RANK_ZERO_UNREACHABLE
     except (Exception, SystemExit) as error:  # code 0 would mean that it has trained to the end
         if is_peer_lost(error):
-            return _lost(error)
+            return _report_lost_connection(error)
         result = _ended_by(error, control)
         traceback.print_exc()
         report.result(**result)
@@ -111,37 +111,37 @@ def _follow(job: JobSpec, place: RankPlace, report_fd: int | None, control_fd: i
     return 0
 
 
-def _lost(error: BaseException) -> int:
+def _report_lost_connection(error: BaseException) -> int:
     """Leave the text of a lost connection in the log, for the case that no process turns out to be its cause."""
     sys.stderr.write(f"the connection to another process of the run was lost: {one_line(error)}\n")
     return EXIT_PEER_LOST
 
 
-def _train(
+def _train_job(
     job: JobSpec, report: Reporter, control: Control, journal: Journal, place: RankPlace | None
 ) -> TrainingResult:
     ranks = Ranks.join(place, job.device.kind if job.device else "cpu", report.report_waiting)
     ranks.check_same(
-        {f"versions of {name}": number for name, number in _versions().items()},
+        {f"versions of {name}": number for name, number in _code_versions().items()},
         "Install the same versions on every worker, and resume the run.",
     )
     machine = loader.machine_of(job.device)
-    given = set(job.user_set_fields)
-    config = drop_unknown_fields(job.config, given)
+    user_set_fields = set(job.user_set_fields)
+    config = drop_unknown_fields(job.config, user_set_fields)
     try:
-        asked = TrainingConfig.model_validate(config)
-        TrainerOptions.model_validate(asked.extra)
+        requested = TrainingConfig.model_validate(config)
+        TrainerOptions.model_validate(requested.extra)
     except ValidationError as error:
-        found = config_errors(config, has_eval_dataset=job.eval_dataset is not None)
-        text = " ".join(problem.message for problem in found) or str(error)
+        errors = config_errors(config, has_eval_dataset=job.eval_dataset is not None)
+        text = " ".join(problem.message for problem in errors) or str(error)
         raise TrainingFailure("config_error", text) from error
     is_sharded = job.sharded and ranks.size > 1
-    effective = resolve_config(asked, given, machine, sharded=is_sharded, dataset_format=job.dataset.format)
+    effective = resolve_config(requested, user_set_fields, machine, sharded=is_sharded, dataset_format=job.dataset.format)
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
         if (obstacle := division_obstacle(job.sequence_parallel, ranks.size, None)) is not None:
             problems.append(f"`resources.sequence_parallel` is {job.sequence_parallel}, which {obstacle}.")
-        if obstacles := sequence_parallel_obstacles(asked):
+        if obstacles := sequence_parallel_obstacles(requested):
             problems.append(
                 f"The sequences of the run cannot be divided: {'; '.join(obstacles)}. Change that, or set "
                 "`resources.sequence_parallel` to 1."
@@ -149,29 +149,29 @@ def _train(
     if job.expert_parallel > 1:
         if not is_sharded:
             problems.append("Experts can be divided only in a sharded run: set `resources.sharding` to `full`.")
-        if obstacles := expert_parallel_obstacles(asked):
+        if obstacles := expert_parallel_obstacles(requested):
             problems.append(f"The experts of the run cannot be divided: {'; '.join(obstacles)}.")
-    if is_sharded and (obstacles := sharding_obstacles(asked, given)):
+    if is_sharded and (obstacles := sharding_obstacles(requested, user_set_fields)):
         problems.append(
             f"The run cannot be sharded: {'; '.join(obstacles)}. Change that, or set `resources.sharding` to `none`."
         )
     if problems:
         raise TrainingFailure("config_error", " ".join(problems))
     ranks.per_sequence = job.sequence_parallel
-    run = TrainingContext(job, effective.config, given, machine, report, control, journal, ranks)
+    run = TrainingContext(job, effective.config, user_set_fields, machine, report, control, journal, ranks)
     run.state.run_id = job.run_id
-    hooks.check(run.config)
-    run.metric_factories = metric_functions.load(run.config.trainer_options.metrics, run.method)
+    hooks.load_plugins(run.config)
+    run.metric_factories = metric_functions.load_factories(run.config.trainer_options.metrics, run.method)
     if ranks.is_first:
-        hub_push.check(run)
-        gguf.check(run)
+        hub_push.check_access(run)
+        gguf.check_converter(run)
         run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         memory.record_allocations(run)
         if job.task is RunTask.export:
             result = export_checkpoint(run)
         else:
-            result = _TRAIN[asked.method](run, list(effective.replaced))
+            result = _TRAIN[requested.method](run, list(effective.replaced))
     except Exception as error:
         run.trackers.close(trackers.status_after(_ended_by(error, control)))
         raise
@@ -179,9 +179,12 @@ def _train(
     return result
 
 
-def _versions() -> dict[str, str]:
+def _code_versions() -> dict[str, str]:
     """Return the versions of all code that decides what the ranks exchange, and what they compute."""
-    return {"anneal": version("anneal"), **{name: one for name, one in loader.versions().items() if name != "python"}}
+    return {
+        "anneal": version("anneal"),
+        **{name: one for name, one in loader.library_versions().items() if name != "python"},
+    }
 
 
 def _ended_by(error: BaseException, control: Control) -> TrainingResult:
@@ -189,7 +192,7 @@ def _ended_by(error: BaseException, control: Control) -> TrainingResult:
     if isinstance(error, Stopped):
         request = control.stop_requested
         return {"outcome": "stopped", "why": request.why if request else "stop"}
-    failure = classify(error)
+    failure = classify_error(error)
     error_info: ErrorInfo = {"code": failure.code, "message": failure.message}
     if failure.details is not None:
         error_info["details"] = failure.details

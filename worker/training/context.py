@@ -34,7 +34,7 @@ class TrainingContext:
     job: JobSpec
     config: TrainingConfig
     """Configuration in effect, with every default resolved for this machine, model and data."""
-    given: set[str]
+    user_set_fields: set[str]
     machine: DeviceCapabilities
     report: Reporter
     control: Control
@@ -126,10 +126,10 @@ class TrainingContext:
         if not self.ranks.is_first:
             return []
         options = self.config.trainer_options
-        asked = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
-        return [self.history, *(history for history, wanted in asked if wanted)]
+        optional_histories = ((self.distributions, options.distributions_steps), (self.memory, options.memory_profile))
+        return [self.history, *(history for history, setting in optional_histories if setting)]
 
-    def saved(self, checkpoint: EvaluatedCheckpoint) -> None:
+    def note_evaluated_checkpoint(self, checkpoint: EvaluatedCheckpoint) -> None:
         """Handle a checkpoint whose weights were evaluated: it may be the best one."""
         best, score = self.best_checkpoint, self.method.to_score
         if best is None or score(checkpoint.metric) < score(best.metric):
@@ -151,7 +151,7 @@ class TrainingContext:
         For phases where there is nothing to save: loading, tokenizing, exporting.
         """
         if self._stops_together:
-            if self.ranks.shared(self.stop_requested is not None):
+            if self.ranks.broadcast_value(self.stop_requested is not None):
                 raise Stopped
             return
         if self.ranks.is_first:
@@ -171,35 +171,35 @@ class TrainingContext:
         finally:
             self._stops_together = False
 
-    def metric(self, point: dict[str, Any], total_steps: int) -> None:
+    def record_metric(self, point: dict[str, Any], total_steps: int) -> None:
         """Report, store and track the measurements of a step, in one place so that the three cannot differ."""
         self.report.metric(**point, total_steps=total_steps)
-        self._keep(point)
+        self._record_everywhere(point)
 
-    def evaluation(self, step: int, epoch: float | None, found: dict[str, float]) -> None:
+    def record_evaluation(self, step: int, epoch: float | None, metrics: dict[str, float]) -> None:
         """Report, store and track the metrics of an evaluation after `step`."""
-        self.report.eval(step, found, epoch=epoch)
+        self.report.eval(step, metrics, epoch=epoch)
         # The event names non-finite values; in a JSON file they are null.
-        numbers = {name: value if math.isfinite(value) else None for name, value in found.items()}
-        self._keep({"step": step, "epoch": epoch, **numbers})
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._record_everywhere({"step": step, "epoch": epoch, **numbers})
 
-    def _keep(self, record: dict[str, Any]) -> None:
+    def _record_everywhere(self, record: dict[str, Any]) -> None:
         if not self.ranks.is_first:
             return
-        self.history.append(record)
-        self.trackers.add(record)
+        self.history.append_record(record)
+        self.trackers.add_record(record)
         for listener in self.listeners:
             listener(record)
 
-    def profile(self, history: History, record: dict[str, Any]) -> None:
+    def append_profile(self, history: History, record: dict[str, Any]) -> None:
         """Append a record to a history with a maximum, unless it is full; report once when it becomes full."""
         if history.is_full or not self.ranks.is_first:
             return
-        history.append(record)
+        history.append_record(record)
         if history.is_full:
             self.report.message(f"`{history.name}` is full after step {record['step']:,}; later steps are left out.")
 
-    def progress(self, phase: str, done: int, total: int, message: str | None = None) -> None:
+    def report_progress(self, phase: str, done: int, total: int, message: str | None = None) -> None:
         """Report the progress of a phase, at most twice a second and at its end; `message` describes it to users.
 
         Raises:

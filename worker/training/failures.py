@@ -68,7 +68,7 @@ def device_failure(error: BaseException) -> TrainingFailure:
     )
 
 
-def classify(error: BaseException) -> TrainingFailure:
+def classify_error(error: BaseException) -> TrainingFailure:
     """Return the failure that an exception means; anything unforeseen is `internal`."""
     for cause in chain_of(error):
         text = str(cause).lower()

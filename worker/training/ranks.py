@@ -21,7 +21,7 @@ import torch.distributed.algorithms.ddp_comm_hooks
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from worker.training.failures import TrainingFailure, chain_of, classify, one_line
+from worker.training.failures import TrainingFailure, chain_of, classify_error, one_line
 from worker.wire.rank_place import RankPlace
 
 NEVER = timedelta(days=7)
@@ -96,11 +96,11 @@ class Ranks:
             torch.cuda.set_device(place.local_rank)
         ranks = cls(place.rank, place.size, on_wait=on_wait)
         ranks.first_on_host, ranks.on_host = place.rank - place.local_rank, place.local_size
-        with ranks._waiting():
+        with ranks._reporting_wait():
             if (address := place.address) is None:
                 store: dist.Store = dist.FileStore(f"{place.meeting}/store", place.size)
             else:
-                store = _meet(place.rank, *address)
+                store = _open_store(place.rank, *address)
             try:
                 dist.init_process_group(
                     _BACKENDS[kind], store=store, rank=place.rank, world_size=place.size, timeout=NEVER
@@ -113,12 +113,12 @@ class Ranks:
         ranks._store = store
         return ranks
 
-    def train(self) -> None:
+    def stop_reporting_waits(self) -> None:
         """Report no wait from now on: the ranks wait for each other in each step."""
         self._on_wait = None
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _reporting_wait(self) -> Iterator[None]:
         on_wait = self._on_wait
         if on_wait is not None:
             on_wait(True)
@@ -148,23 +148,23 @@ class Ranks:
 
     # Collective operations, which every rank calls
 
-    def shared(self, value: T) -> T:
+    def broadcast_value(self, value: T) -> T:
         """Return the value of rank 0."""
         if self.size == 1:
             return value
         box = [value]
-        with self._waiting():
+        with self._reporting_wait():
             dist.broadcast_object_list(box, 0)
         return box[0]
 
-    def gathered(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        with self._waiting():
-            dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.size
+        with self._reporting_wait():
+            dist.all_gather_object(values, value)
+        return values
 
     def agree_on(self, error: Exception | None, stopped: bool) -> bool:
         """End work that each rank does by itself; return True if one of them was stopped in it.
@@ -172,17 +172,17 @@ class Ranks:
         Raises:
             TrainingFailure: it failed on a rank; on that rank, its own error is raised.
         """
-        failure, stopped = self.agreed(error, stopped)
+        failure, stopped = self.agree_on_end(error, stopped)
         if failure is not None:
             raise failure
         return stopped
 
-    def agreed(self, error: Exception | None, stopped: bool) -> tuple[Exception | None, bool]:
+    def agree_on_end(self, error: Exception | None, stopped: bool) -> tuple[Exception | None, bool]:
         """End such work as `agree_on` does, but return the failure: on a rank that failed, its own error."""
-        own = None if error is None else classify(error)
-        found = self.gathered((None if own is None else (own.code, own.message), stopped))
-        stopped = any(was_stopped for _, was_stopped in found)
-        failures = [(rank, *failed) for rank, (failed, _) in enumerate(found) if failed is not None]
+        own = None if error is None else classify_error(error)
+        ends = self.gather_values((None if own is None else (own.code, own.message), stopped))
+        stopped = any(was_stopped for _, was_stopped in ends)
+        failures = [(rank, *failed) for rank, (failed, _) in enumerate(ends) if failed is not None]
         if error is not None or not failures:
             return error, stopped
         rank, code, message = failures[0]
@@ -190,17 +190,17 @@ class Ranks:
         relayed.rank = rank
         return relayed, stopped
 
-    def check_same(self, found: Mapping[str, str], advice: str) -> None:
+    def check_same(self, own_values: Mapping[str, str], advice: str) -> None:
         """Check that every rank has found the same; `found` maps what it is, in the plural, to its identity.
 
         Raises:
             TrainingFailure: `config_error` with the ranks, what each has found, and `advice`; on every rank.
         """
-        every = self.gathered(dict(found))
-        for what in found:
+        every = self.gather_values(dict(own_values))
+        for what in own_values:
             holders: dict[str, list[str]] = {}
-            for rank, one in enumerate(every):
-                holders.setdefault(one.get(what, "unknown"), []).append(str(rank))
+            for rank, values in enumerate(every):
+                holders.setdefault(values.get(what, "unknown"), []).append(str(rank))
             if len(holders) > 1:
                 differing = "; ".join(
                     f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}"
@@ -227,7 +227,7 @@ class Ranks:
         Sends no heartbeat: the rank that works sends its own, and a wait must not hide that it hangs.
         """
         pause = _FIRST_POLL_SECONDS
-        with self._waiting():
+        with self._reporting_wait():
             while not self.has_flag(name):
                 time.sleep(pause)
                 pause = min(1.2 * pause, _POLL_SECONDS)
@@ -257,7 +257,7 @@ class RankZeroUnreachableError(Exception):
     """Rank 0 of a run on several hosts could not be reached from this one."""
 
 
-def _meet(rank: int, host: str, port: int) -> dist.Store:
+def _open_store(rank: int, host: str, port: int) -> dist.Store:
     """Return the store of a run on several hosts, which rank 0 keeps; it listens on this address only."""
     if rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

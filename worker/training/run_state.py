@@ -87,20 +87,20 @@ class RunState:
             state.changed, state.total_steps = {}, None  # the new run's configuration has them
         return state
 
-    def evaluate(self, found: float, step: int, higher_is_better: bool) -> bool:
+    def record_objective(self, objective: float, step: int, higher_is_better: bool) -> bool:
         """Store the objective after `step`; return True if a checkpoint of this step would be the best one."""
 
         def is_better_than(best: float | None) -> bool:
-            return best is None or (found > best if higher_is_better else found < best)
+            return best is None or (objective > best if higher_is_better else objective < best)
 
-        self.objective, self.eval_step = found, step
+        self.objective, self.eval_step = objective, step
         if is_better_than(self.best_objective):
-            self.best_objective, self.evals_without_improvement = found, 0
+            self.best_objective, self.evals_without_improvement = objective, 0
         else:
             self.evals_without_improvement += 1
         if not is_better_than(self.best_saved):
             return False
-        self.best_saved, self.best_saved_before = found, self.best_saved
+        self.best_saved, self.best_saved_before = objective, self.best_saved
         return True
 
     def left_out(self, step: int) -> None:
@@ -133,7 +133,7 @@ class History:
         self._count = 0
         self._waiting = WaitingBytes()
 
-    def begin(self, checkpoint: Path | None) -> None:
+    def start_from(self, checkpoint: Path | None) -> None:
         """Start with the lines of a checkpoint, or with none."""
         if checkpoint is None:
             self._path.write_bytes(b"")
@@ -147,7 +147,7 @@ class History:
         """True if the file has a maximum and has reached it."""
         return self._max_records is not None and self._count >= self._max_records
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append_record(self, record: dict[str, Any]) -> None:
         """Append a line; floats are preserved exactly. While the disk is full, lines wait in memory."""
         with self._path.open("ab", buffering=0) as file:
             self._waiting.append(file.fileno(), (json.dumps(record) + "\n").encode())
@@ -155,9 +155,9 @@ class History:
 
     def copy_to(self, folder: Path) -> None:
         """Write all lines so far into a checkpoint or an output; without any, an empty file."""
-        self.held()(folder)
+        self.capture_lines()(folder)
 
-    def held(self) -> Callable[[Path], None]:
+    def capture_lines(self) -> Callable[[Path], None]:
         """Capture all lines so far.
 
         Returns a function that writes them into a folder, even if more lines were appended meanwhile.
@@ -166,7 +166,7 @@ class History:
         file, name = self._path.open("rb"), self._path.name
         size, waiting = os.fstat(file.fileno()).st_size, bytes(self._waiting)
 
-        def put(folder: Path) -> None:
+        def write_copy(folder: Path) -> None:
             left = size
             with file, (folder / name).open("wb") as copy:
                 while left and (piece := file.read(min(left, 1 << 20))):
@@ -174,7 +174,7 @@ class History:
                     left -= len(piece)
                 copy.write(waiting)
 
-        return put
+        return write_copy
 
     def records(self) -> list[dict[str, Any]]:
         """Return all lines so far."""

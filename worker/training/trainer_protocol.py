@@ -58,7 +58,7 @@ class ServiceTrainer(Protocol):
         """Return True if the configuration schedules an evaluation after the current step."""
         ...
 
-    def measures(self) -> Mapping[str, str]:
+    def metric_names(self) -> Mapping[str, str]:
         """Map the trainer's metric names to those of the service."""
         ...
 

@@ -198,7 +198,7 @@ def _compare_equal_lengths(kind: str, path: str) -> None:
     module.num_key_value_groups = HEADS // KV_HEADS
 
     def forward() -> Any:
-        return attention.attend(module, *(state.transpose(1, 2) for state in states), texts)[0]
+        return attention.compute_attention(module, *(state.transpose(1, 2) for state in states), texts)[0]
 
     def results() -> list[Any]:
         out = forward()

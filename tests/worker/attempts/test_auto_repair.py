@@ -33,11 +33,11 @@ class Lab:
     def trouble(self, step: int, singled_out: list[int]) -> Repair:
         """What is planned for the step at which it was met; it is stored, and the next attempt claimed."""
         run = run_row(self.engine, self.trainer.run_id)
-        found = Repair(
+        proposed = Repair(
             kind="loss_spike", reason=f"the loss spiked at step {step}", step=step, rows=[7, 8], singled_out=singled_out
         )
         with self.engine.begin() as connection:
-            reported = auto_repair.resolve_repair(connection, run, found)
+            reported = auto_repair.resolve_repair(connection, run, proposed)
             failure_report.store_failure_report(run, FailureReport(repair=reported), 0.0).apply(connection)
             connection.execute(machine.repair(run.id, run.lease_epoch, reported.reason)).one()
         self.trainer = Trainer(self.engine, run.id)
@@ -45,8 +45,8 @@ class Lab:
 
     def bad(self) -> list[int]:
         with self.engine.connect() as connection:
-            found: Any = connection.scalars(select(Checkpoint.step).where(Checkpoint.bad_reason.is_not(None)))
-            return sorted(found)
+            steps: Any = connection.scalars(select(Checkpoint.step).where(Checkpoint.bad_reason.is_not(None)))
+            return sorted(steps)
 
 
 @pytest.fixture

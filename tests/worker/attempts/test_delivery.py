@@ -193,8 +193,8 @@ def reason_of(lab: Lab) -> str:
     """The reason of the last transition to `pending`."""
     data = RunEvent.data
     with lab.engine.connect() as connection:
-        found = connection.scalars(select(data).where(RunEvent.type == "status").order_by(RunEvent.seq)).all()
-    return str([one for one in found if one["to"] == "pending"][-1]["reason"])  # type: ignore[index]
+        changes = connection.scalars(select(data).where(RunEvent.type == "status").order_by(RunEvent.seq)).all()
+    return str([one for one in changes if one["to"] == "pending"][-1]["reason"])  # type: ignore[index]
 
 
 def test_what_another_worker_owns_is_not_sent_on(lab: Lab) -> None:

@@ -150,10 +150,10 @@ def test_a_run_that_resumes_another_never_starts_over_by_itself(lab: Lab) -> Non
 def export_of(lab: Lab, step: int) -> Any:
     """A run that exports a checkpoint of the lab's run."""
     values = {"parent_run_id": lab.trainer.run_id, "resume_checkpoint_id": lab.ids[step], "task": "export"}
-    made = add_run(lab.engine, **values)
+    export = add_run(lab.engine, **values)
     with lab.engine.begin() as connection:
-        connection.execute(update(Run).where(Run.id == made.id).values(dataset_id=_dataset_of(lab)))
-    return run_row(lab.engine, made.id)
+        connection.execute(update(Run).where(Run.id == export.id).values(dataset_id=_dataset_of(lab)))
+    return run_row(lab.engine, export.id)
 
 
 def test_an_export_waits_for_a_store_that_is_away_and_takes_no_other_checkpoint(lab: Lab) -> None:
@@ -295,8 +295,8 @@ def test_base_of_a_downloaded_output_below_the_models_root_is_found_on_this_mach
     name = trained.run_id if base == "run" else base
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name}))
     _, reported = _prepared(lab, {"method": "lora", "base_model": "mine/downloaded"})
-    found = reported["base_model"]["base"]
-    assert (found and found["path"]) == (places[base] and str(places[base]))
+    source = reported["base_model"]["base"]
+    assert (source and source["path"]) == (places[base] and str(places[base]))
 
 
 def test_of_other_methods_it_names_none(lab: Lab) -> None:

@@ -247,16 +247,16 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
      (StopRequest("discard"), False)],
 )  # fmt: skip
 def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
-    asked: list[str] = []
-    uploader = SimpleNamespace(wait_until_sent=lambda *_: asked.append("settle"))
+    calls: list[str] = []
+    uploader = SimpleNamespace(wait_until_sent=lambda *_: calls.append("settle"))
     settings = SimpleNamespace(save_grace_seconds=1.0)
     context: Any = SimpleNamespace(uploader=uploader, drained_at=float("inf"), settings=settings)
     lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
     writer: Any = SimpleNamespace(
-        enqueue_item=lambda _: None, wait_past_lease=lambda: None, drain=lambda: asked.append("drain")
+        enqueue_item=lambda _: None, wait_past_lease=lambda: None, drain=lambda: calls.append("drain")
     )
     supervisor.wait_for_uploads(context, lease, writer)
-    assert asked == (["drain", "settle"] if waits else [])
+    assert calls == (["drain", "settle"] if waits else [])
 
 
 def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
@@ -295,7 +295,7 @@ def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
         config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
     )
     for name, instead in {
-        "prepare": lambda *_: job, "launch_all": lambda *_: processes, "Monitor": Killed,
+        "prepare_job": lambda *_: job, "launch_all": lambda *_: processes, "Monitor": Killed,
         "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
         monkeypatch.setattr(supervisor, name, instead)

@@ -67,9 +67,9 @@ def take(context: WorkerContext, engine: Engine) -> PartSupervisors:
     """Do what a heartbeat does."""
     supervisors = PartSupervisors(context)
     with engine.connect() as connection:
-        found = connection.execute(parts.of_worker(context.id)).all()
-    supervisors.start_new_parts(found)
-    supervisors.start_new_parts(found)
+        rows = connection.execute(parts.of_worker(context.id)).all()
+    supervisors.start_new_parts(rows)
+    supervisors.start_new_parts(rows)
     return supervisors
 
 
@@ -91,8 +91,8 @@ def test_without_the_files_of_the_run_it_ends_with_their_path(
     assert "job.json is not on this worker" in end["problem"] and end["rank"] == 1
     assert is_free(context, engine)
     with engine.begin() as connection:
-        (found,) = connection.execute(machine.renew(claimed.id, claimed.lease_epoch, 60.0)).one().parts
-    assert found["outcome"] == end
+        (part,) = connection.execute(machine.renew(claimed.id, claimed.lease_epoch, 60.0)).one().parts
+    assert part["outcome"] == end
     supervisors.wait()
 
 
@@ -147,11 +147,11 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
     context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_module, "_VISIBLE_SECONDS", 0.2)
-    prepare, asked = part_module._Part._prepare_job, []
+    prepare, preparations = part_module._Part._prepare_job, []
 
     def away_at_first(part: Any) -> Any:
-        asked.append(part)
-        if len(asked) == 1:
+        preparations.append(part)
+        if len(preparations) == 1:
             raise OperationalError("SELECT", {}, psycopg.OperationalError("the connection is closed"))
         return prepare(part)
 
@@ -161,7 +161,7 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
         connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
     eventually(lambda: _has_ended(context, claimed.id, engine), timeout=30, what="the part has ended")
     supervisors.wait()
-    assert len(asked) == 2 and "job.json is not on this worker" in outcome(engine, claimed.id)["problem"]
+    assert len(preparations) == 2 and "job.json is not on this worker" in outcome(engine, claimed.id)["problem"]
 
 
 def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(context: WorkerContext) -> None:
@@ -231,7 +231,7 @@ class TestFiles:
         end = part._watch_processes(self.processes(Exit(peer_lost=True)), self.handler, self.Network())
         assert end.peer_lost
         part.store_end(end)
-        thread = threading.Thread(target=part.tidy)
+        thread = threading.Thread(target=part.clean_up_after_attempt)
         thread.start()
         thread.join(3 * context.settings.renew_seconds)
         assert unfinished.is_dir() and thread.is_alive(), "the lead writes its output"

@@ -43,13 +43,13 @@ def test_it_has_the_same_files_below_its_own_root_and_waits_for_a_checkpoint_tha
 ) -> None:
     folder = lead.save(10)
     job, _ = lead.next_attempt()
-    given, run = JobSpec.from_file(job.path), run_row(engine, lead.trainer.run_id)
-    assert not given.shares_folder and given.resume_from is not None
-    found: list[JobSpec] = []
+    lead_job, run = JobSpec.from_file(job.path), run_row(engine, lead.trainer.run_id)
+    assert not lead_job.shares_folder and lead_job.resume_from is not None
+    part_jobs: list[JobSpec] = []
 
     def prepare() -> None:
         with member.working_copy.used_by(run.id):
-            found.append(JobSpec.from_file(prepare_part(member, run, given, WAITS)))
+            part_jobs.append(JobSpec.from_file(prepare_part(member, run, lead_job, WAITS)))
 
     thread = threading.Thread(target=prepare)
     thread.start()
@@ -58,14 +58,14 @@ def test_it_has_the_same_files_below_its_own_root_and_waits_for_a_checkpoint_tha
     assert thread.is_alive(), "the checkpoint is not in the store yet"
     assert lead.uploader._send_checkpoint(lead.rows()[0])
     thread.join(120)
-    (own,) = found
+    (own,) = part_jobs
     root = member.storage.root
     assert own.resume_from is not None and own.resume_from.path == root / folder.relative_to(lead.storage.root)
     assert manifest.verify(own.resume_from.path, own.resume_from.manifest_sha256) == []
     for path in (own.dataset.path, own.attempt_dir, own.journal, own.token_cache.folder if own.token_cache else root):
         assert path.is_relative_to(root)
     files = {"dataset", "attempt_dir", "journal", "token_cache", "resume_from"}
-    assert own.model_dump(exclude=files) == given.model_dump(exclude=files)
+    assert own.model_dump(exclude=files) == lead_job.model_dump(exclude=files)
 
 
 def test_a_checkpoint_that_cannot_be_fetched_ends_the_part(

@@ -126,15 +126,15 @@ def test_the_secret_reaches_its_own_process_and_is_seen_nowhere_else(tmp_path: P
 
 def memory_of(pid: int) -> bytes:
     """All that a process can write to."""
-    found = bytearray()
+    content = bytearray()
     with Path(f"/proc/{pid}/mem").open("rb") as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             if region := re.match(r"([0-9a-f]+)-([0-9a-f]+) rw", line):
                 begin, end = (int(number, 16) for number in region.groups())
                 memory.seek(begin)
-                found += memory.read(end - begin)
-    assert b"tests.worker.trainers" in found
-    return bytes(found)
+                content += memory.read(end - begin)
+    assert b"tests.worker.trainers" in content
+    return bytes(content)
 
 
 def test_through_the_whole_service_no_event_shows_the_secret(tmp_path: Path) -> None:

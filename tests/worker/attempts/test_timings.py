@@ -44,17 +44,17 @@ def test_runs_say_when_they_start_and_finish_from_the_queue_to_their_end(stack: 
     stack.until(first, "running")
     # Nothing has trained here before: its own speed is all there is to go by.
     shown = eventually(lambda: run if (run := stack.run(first))["current_step"] >= 24 and run["prediction"] else None)
-    asked = datetime.now(UTC).timestamp()
+    created_at = datetime.now(UTC).timestamp()
     reported = shown["prediction"]
     assert reported["confidence"] == "medium" and "based on its own speed" in reported["basis"], reported
     ended = stack.until(first, "completed")
-    predicted, took = moment(reported, "finish_at") - asked, moment(ended, "finished_at") - asked
+    predicted, took = moment(reported, "finish_at") - created_at, moment(ended, "finished_at") - created_at
     assert predicted == pytest.approx(took, rel=0.5), (predicted, took)
     assert ended["prediction"] is None
     with stack.engine.connect() as connection:
-        (kept,) = connection.execute(text("SELECT timings FROM run_timings")).scalars()
-    assert (kept["step"], kept["total_steps"]) == (60, 60) and kept["finishing"] is not None
-    assert kept["training"] / 60 == pytest.approx(0.08, rel=0.5)
+        (timings,) = connection.execute(text("SELECT timings FROM run_timings")).scalars()
+    assert (timings["step"], timings["total_steps"]) == (60, 60) and timings["finishing"] is not None
+    assert timings["training"] / 60 == pytest.approx(0.08, rel=0.5)
 
     second, third, fourth = create(), create(), create()
     stack.until(second, "running")

@@ -50,8 +50,8 @@ def share(root: Path, settings: Settings) -> RemoteStore:
 
 def files_below(folder: Path) -> list[str]:
     """All but the mark of the store."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MARK)
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MARK)
 
 
 class TestAStore:
@@ -380,8 +380,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join()
-    for one in held:
-        one.close()
+    for connection in held:
+        connection.close()
 
 
 @pytest.mark.full

@@ -73,15 +73,15 @@ def host(settings: Settings, engine: Engine, tmp_path: Path, share: Path) -> Hos
 @pytest.fixture
 def gets(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
     """Files that are fetched from the store."""
-    found: list[Path] = []
+    fetched: list[Path] = []
     fetch = RemoteStore.fetch_file
 
     def noted(self: RemoteStore, path: Path, *rest: Any) -> None:
-        found.append(path)
+        fetched.append(path)
         fetch(self, path, *rest)
 
     monkeypatch.setattr(RemoteStore, "fetch_file", noted)
-    yield found
+    yield fetched
 
 
 class TestADataset:
@@ -259,8 +259,8 @@ class TestAnOutput:
             with host.copy.used_by(RUN):
                 assert host.copy.fetch_output(RUN, of, sha256, "wrk_test", never) == folder
                 assert not folder.is_symlink()
-                found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-                assert found == ["deep/weights", "manifest.json"]
+                files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+                assert files == ["deep/weights", "manifest.json"]
                 assert (folder / "deep" / "weights").read_bytes() == b"w" * 1000
 
     def test_of_another_hash_is_refused(self, host: Host, share: Path) -> None:

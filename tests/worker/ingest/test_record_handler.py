@@ -124,8 +124,8 @@ def test_keeps_the_trainers_order_across_lines_records_and_status_changes(lab: L
 def test_the_best_evaluation_is_the_score_of_the_run_and_rolls_back_with_an_attempt(lab: Lab) -> None:
     def score() -> float | None:
         lab.writer.drain()
-        found: float | None = run_row(lab.engine, lab.run.id).best_score
-        return found
+        best_score: float | None = run_row(lab.engine, lab.run.id).best_score
+        return best_score
 
     lab.record_handler.start_from(StartPoint(4, 0.5, None, 2.0), [], [])
     lab.says("phase", name="training", start_step=4, total_steps=10)
@@ -235,8 +235,8 @@ def test_a_checkpoint_that_is_not_called_as_it_has_to_be_is_none(lab: Lab, name:
     lab.says("checkpoint", **{**checkpoint(1), "name": name})
     lab.says("checkpoint", **{**checkpoint(3), "metrics": {"eval_loss": "x", "loss": 2.0}})
     lab.writer.drain()
-    kept = [data for kind, data in lab.events() if kind == "checkpoint"]
-    assert [data["step"] for data in kept] == [3]
+    checkpoints = [data for kind, data in lab.events() if kind == "checkpoint"]
+    assert [data["step"] for data in checkpoints] == [3]
     assert any("must be named checkpoint-1" in data.get("line", "") for _, data in lab.events())
     with lab.engine.connect() as connection:
         assert connection.scalar(select(Checkpoint.metrics)) == {"loss": 2.0, "best_loss": None}
@@ -268,8 +268,8 @@ def test_what_was_stored_of_a_refused_batch_is_not_stored_again_after_an_outage(
     lab.writer.drain()
     event.listen(lab.engine, "begin", fail_once)
     with lab.writer._changed:  # so that all of them are one batch
-        for one in batch:
-            lab.writer._waiting.enqueue_item(one)
+        for event_of_batch in batch:
+            lab.writer._waiting.enqueue_item(event_of_batch)
         lab.writer._changed.notify_all()
     lab.writer.drain()
     event.remove(lab.engine, "begin", fail_once)
@@ -312,8 +312,8 @@ def test_a_record_beyond_the_limit_of_its_size_is_a_line_in_the_log(lab: Lab) ->
     grown = b'{"type": "progress", "phase": "a", "done": [' + b"1e15," * 9000 + b'1e15], "more": [' + b"1e15," * 9000
     lab.record_handler.handle_output([("report", grown + b"1e15]}")])
     lab.writer.drain()
-    (kept, _), (_, too_long), (_, too_large) = lab.events()[2:]
-    assert kept == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
+    (kind, _), (_, too_long), (_, too_large) = lab.events()[2:]
+    assert kind == "sample" and "at most 131,072" in too_long["line"] and "the limit of 131,072" in too_large["line"]
 
 
 def test_a_record_cannot_speak_for_another_run(lab: Lab) -> None:
@@ -537,8 +537,8 @@ def test_keeps_the_checkpoint_with_the_lowest_evaluation_loss_and_no_other_best(
     with lab.engine.connect() as connection:
         from sqlalchemy import text
 
-        kept = connection.execute(text("SELECT step FROM checkpoints WHERE deleted_at IS NULL ORDER BY step")).all()
-    assert [row.step for row in kept] == [2, 4]
+        rows = connection.execute(text("SELECT step FROM checkpoints WHERE deleted_at IS NULL ORDER BY step")).all()
+    assert [row.step for row in rows] == [2, 4]
 
 
 def test_a_checkpoint_that_is_reported_behind_later_steps_has_the_best_loss_of_its_own(lab: Lab) -> None:

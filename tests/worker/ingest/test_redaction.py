@@ -27,8 +27,8 @@ def hiding(*values: str) -> Redactor:
 def printed(*pieces: bytes, redact: Redactor | None = None) -> str:
     """What is left of the bytes that a process prints, in such pieces."""
     lines = LogLines(redact=redact or hiding(SECRET))
-    found = [line["line"] for n, piece in enumerate(pieces) for line in lines.feed("stdout", piece, n * 2.0)]
-    return "\n".join([*found, *(line["line"] for line in lines.flush())])
+    texts = [line["line"] for n, piece in enumerate(pieces) for line in lines.feed("stdout", piece, n * 2.0)]
+    return "\n".join([*texts, *(line["line"] for line in lines.flush())])
 
 
 @given(st.lists(st.integers(0, 60), max_size=6), st.sampled_from(["\n", "\r", "\r\n", ""]))
@@ -95,18 +95,18 @@ def test_a_flood_that_is_dropped_keeps_no_secret_for_its_end() -> None:
 
 def test_records_are_masked_at_every_depth_in_keys_too() -> None:
     record = {"type": "config", "effective": {"a": [{"b": f"<{SECRET}>"}]}, SECRET: 1, "note": f"Bearer {HF}"}
-    found = parse_record(json.dumps(record).encode(), hiding(SECRET))
-    assert found == {"type": "config", "effective": {"a": [{"b": f"<{MASK}>"}]}, MASK: 1, "note": f"Bearer {MASK}"}
+    masked = parse_record(json.dumps(record).encode(), hiding(SECRET))
+    assert masked == {"type": "config", "effective": {"a": [{"b": f"<{MASK}>"}]}, MASK: 1, "note": f"Bearer {MASK}"}
 
 
 def test_what_the_trainer_or_we_cut_off_ends_with_no_beginning_of_a_secret() -> None:
     redact = hiding(SECRET)
     cut = {"type": "message", "line": "x" * 2000 + SECRET[:12] + "…", "truncated": True}
-    found = parse_record(json.dumps(cut).encode(), redact)
-    assert found and SECRET[:5] not in found["line"] and found["line"].endswith("x…")
+    parsed = parse_record(json.dumps(cut).encode(), redact)
+    assert parsed and SECRET[:5] not in parsed["line"] and parsed["line"].endswith("x…")
     for before in range(64 * 1024 - 40, 64 * 1024 + 2):
-        found = parse_record(json.dumps({"type": "message", "line": "x" * before + SECRET}).encode(), redact)
-        assert found and SECRET[:5] not in found["line"]
+        parsed = parse_record(json.dumps({"type": "message", "line": "x" * before + SECRET}).encode(), redact)
+        assert parsed and SECRET[:5] not in parsed["line"]
     many = f"{SECRET} " * 4000
     assert SECRET[:5] not in redact.cut_text(many, 50_000)
     whole = {"type": "message", "line": "loading " * 10 + "…"}

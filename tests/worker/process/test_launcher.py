@@ -312,10 +312,10 @@ class TestThreads:
     def test_many_threads_launch_at_once(self, launcher: Launcher, tmp_path: Path) -> None:
         codes: dict[int, int | None] = {}
 
-        def one(n: int) -> None:
+        def launch_one(n: int) -> None:
             codes[n] = Said(launch(launcher, tmp_path / str(n), "quick", code=n)).to_the_end().code
 
-        threads = [threading.Thread(target=one, args=(n,)) for n in range(6)]
+        threads = [threading.Thread(target=launch_one, args=(n,)) for n in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:

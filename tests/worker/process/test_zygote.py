@@ -347,9 +347,9 @@ class TestGpu:
     @pytest.fixture
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         """GPUs of capability 9.0 and 8.0, and a `torch` that records when its real CUDA functions are reached."""
-        one = devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0))
+        first = devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0))
         other = devices.Device("cuda", 1, "GPU-2", "A100", 80 << 30, (8, 0))
-        monkeypatch.setattr(devices, "list_gpus", lambda: (one, other))
+        monkeypatch.setattr(devices, "list_gpus", lambda: (first, other))
         monkeypatch.setattr(zygote, "_running_threads", lambda: ["main"])  # those of the test process do not matter
         touched: list[str] = []
         torch: Any = types.ModuleType("torch")
@@ -448,7 +448,7 @@ _IMPORT_WITH_PRETENDED_GPU = """
 import json, os, torch
 from worker import devices
 from worker.process import zygote
-devices.gpus = lambda: (devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0)),)
+devices.list_gpus = lambda: (devices.Device("cuda", 0, "GPU-1", "H100", 80 << 30, (9, 0)),)
 reached, asked = [], []
 def forbidden(name):
     def real(*a, **k):
@@ -461,9 +461,9 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch._C._cuda_getCurrentRawStream = lambda device: 0  # which only builds with CUDA have
 torch.version.cuda = torch.version.cuda or "12.8"
-answer = devices.capability
-devices.capability = lambda index: asked.append(index) or answer(index)
-zygote.preload(["bitsandbytes.cuda_specs", "peft", "transformers.trainer", "trl.trainer.sft_trainer"])
+answer = devices.compute_capability
+devices.compute_capability = lambda index: asked.append(index) or answer(index)
+zygote.preload_modules(["bitsandbytes.cuda_specs", "peft", "transformers.trainer", "trl.trainer.sft_trainer"])
 import bitsandbytes.cuda_specs
 with zygote.capability_from_nvml():
     bitsandbytes.cuda_specs.get_cuda_specs()

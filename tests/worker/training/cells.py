@@ -188,11 +188,11 @@ def _row(cell: Cell) -> str:
 
 def main() -> int:
     """Run the matrix and print it; the exit code is 1 where a cell is neither exact nor says why not."""
-    asked = sys.argv[1:]
+    arguments = sys.argv[1:]
     chosen = [
         cell
         for cell in cells()
-        if not asked or cell.objective in asked or ("devices" in asked and cell.devices != "one")
+        if not arguments or cell.objective in arguments or ("devices" in arguments and cell.devices != "one")
     ]
     wrong = approximate = 0
     print("| objective | adapter | difficulty | devices | " + " | ".join(PLACES) + " |")
@@ -209,12 +209,12 @@ def main() -> int:
                 continue
             reported = []
             for place, step in lab.places(whole).items():
-                found = lab.differences(whole, lab.resumed(cell, whole, step), step)
+                differences = lab.differences(whole, lab.resumed(cell, whole, step), step)
                 assert place in PLACES
-                reasons = [what for what in found if what.startswith("calls itself")]
-                wrong += bool(found) and not reasons
+                reasons = [what for what in differences if what.startswith("calls itself")]
+                wrong += bool(differences) and not reasons
                 approximate += bool(reasons)
-                reported.append("exact" if not found else ", ".join(found))
+                reported.append("exact" if not differences else ", ".join(differences))
             print(f"{_row(cell)} " + " | ".join(reported) + " |", flush=True)
         other.close()
         forks.close()

@@ -14,7 +14,7 @@ from worker.training.model.attention import VARLEN
 def begin() -> None:
     """From now on in this process; prints once for each kind of pass that reaches the attention."""
     arguments = pipeline.trainer_arguments
-    pipeline.trainer_arguments = lambda *given: arguments(*given) | {"bf16": True}
+    pipeline.trainer_arguments = lambda *positional: arguments(*positional) | {"bf16": True}
     reached: set[tuple[bool, bool]] = set()
 
     own = AttentionInterface()[VARLEN]

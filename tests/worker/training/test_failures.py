@@ -34,7 +34,7 @@ from tests.worker.training.tiny import (
 )
 from worker.checkpoint_files.manifest import verify
 from worker.training.__main__ import _ended_by
-from worker.training.failures import TrainingFailure, classify
+from worker.training.failures import TrainingFailure, classify_error
 from worker.training.model.base_model import load_failure
 from worker.training.ranks import Ranks
 from worker.wire.control import Control
@@ -305,7 +305,7 @@ class TestClassify:
         ],
     )
     def test_an_exception_becomes_a_stable_code(self, error: Exception, code: str) -> None:
-        assert classify(error).code == code
+        assert classify_error(error).code == code
 
     @pytest.mark.parametrize(
         ("error", "has_headers", "remedy"),
@@ -321,14 +321,14 @@ class TestClassify:
         if has_headers:
             (tmp_path / "Python.h").touch()
         monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-        failure = classify(error)
+        failure = classify_error(error)
         assert failure.code == "device_error"
         assert remedy in failure.message
 
     def test_a_cause_counts_as_much_as_what_was_made_of_it(self) -> None:
         error = RuntimeError("the writer failed")
         error.__context__ = OSError(errno.EDQUOT, "Disk quota exceeded")
-        assert classify(error).code == "disk_full"
+        assert classify_error(error).code == "disk_full"
 
 
 class TestNotLoaded:
@@ -384,7 +384,7 @@ class TestKilledWhileSaving:
 
 def test_ranks_that_have_loaded_something_else_are_named_with_it() -> None:
     class First(Ranks):
-        def gathered(self, value: Any) -> list[Any]:
+        def gather_values(self, value: Any) -> list[Any]:
             return [value, value, value | {"tokenizers": "b"}, {"models": "x"}]
 
     message = (
@@ -398,7 +398,7 @@ def test_a_failure_on_another_rank_is_reported_with_that_rank(capfd: pytest.Capt
     """The worker pauses the device of that rank."""
 
     class Second(Ranks):
-        def gathered(self, value: Any) -> list[Any]:
+        def gather_values(self, value: Any) -> list[Any]:
             return [value, (("device_error", "the GPU failed"), False)]
 
     with pytest.raises(TrainingFailure, match="On rank 1: the GPU failed") as raised:

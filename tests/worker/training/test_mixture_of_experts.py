@@ -44,17 +44,17 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     dense = make_tiny_model(folder / "dense", layers=2)
 
     def of(family: str, dropout: float = 0.0) -> Path:
-        made = dense if family == "dense" else folder / f"{family}-{dropout}"
-        if not made.exists():
-            shutil.copytree(dense, made)
-            tokenizer = AutoTokenizer.from_pretrained(made)
+        model_folder = dense if family == "dense" else folder / f"{family}-{dropout}"
+        if not model_folder.exists():
+            shutil.copytree(dense, model_folder)
+            tokenizer = AutoTokenizer.from_pretrained(model_folder)
             config = AutoConfig.for_model(
                 family, **_SIZES, **_FAMILIES[family], vocab_size=len(tokenizer), attention_dropout=dropout,
                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
             )  # fmt: skip
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).save_pretrained(made)
-        return made
+            AutoModelForCausalLM.from_config(config).save_pretrained(model_folder)
+        return model_folder
 
     return of
 
@@ -105,17 +105,17 @@ def train(
     return run
 
 
-def assert_equal(found: Outcome, expected: Outcome, tolerance: float = _TOLERANCE) -> None:
-    assert rows(found) == rows(expected) and len(rows(found)) == 5
-    assert losses(found) == pytest.approx(losses(expected), abs=tolerance)
-    norms = [[record["grad_norm"] for record in run.of("metric")] for run in (expected, found)]
+def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = _TOLERANCE) -> None:
+    assert rows(actual) == rows(expected) and len(rows(actual)) == 5
+    assert losses(actual) == pytest.approx(losses(expected), abs=tolerance)
+    norms = [[record["grad_norm"] for record in run.of("metric")] for run in (expected, actual)]
     assert norms[1] == pytest.approx(norms[0], abs=tolerance, rel=1e-4)
-    evaluations = [[record["metrics"]["eval_loss"] for record in run.of("eval")] for run in (expected, found)]
+    evaluations = [[record["metrics"]["eval_loss"] for record in run.of("eval")] for run in (expected, actual)]
     assert evaluations[1] == pytest.approx(evaluations[0], abs=tolerance) and len(evaluations[0]) == 2
     (path,) = (path for path in expected.output.glob("*model.safetensors"))
-    wanted, trained = load_file(path), load_file(found.output / path.name)
-    assert trained.keys() == wanted.keys()
-    for name, weight in wanted.items():
+    expected_weights, trained = load_file(path), load_file(actual.output / path.name)
+    assert trained.keys() == expected_weights.keys()
+    for name, weight in expected_weights.items():
         assert trained[name].allclose(weight, atol=10 * tolerance), name
 
 
@@ -229,12 +229,17 @@ def test_another_division_resumes_with_the_same_rows(
 def test_samples_and_evaluations_without_training_equal_those_of_one_device(
     train: Train, division: dict[str, int]
 ) -> None:
-    asked = {"sample_prompts": ["the model learns", "row"], "sample_steps": 3, "sample_max_new_tokens": 6}
-    made = [train("full", "mixtral", **asked), train("full", "mixtral", 2, **division, **asked)]
-    assert [one["completion"] for one in made[1].of("sample")] == [one["completion"] for one in made[0].of("sample")]
-    one, two = train("lora", "qwen3_moe", task="evaluate"), train("lora", "qwen3_moe", 2, **division, task="evaluate")
-    (expected,), (found,) = one.of("eval"), two.of("eval")
-    assert found["metrics"]["eval_loss"] == pytest.approx(expected["metrics"]["eval_loss"], abs=_TOLERANCE)
+    sampling = {"sample_prompts": ["the model learns", "row"], "sample_steps": 3, "sample_max_new_tokens": 6}
+    trained = [train("full", "mixtral", **sampling), train("full", "mixtral", 2, **division, **sampling)]
+    assert [one["completion"] for one in trained[1].of("sample")] == [
+        one["completion"] for one in trained[0].of("sample")
+    ]
+    one_device, two_devices = (
+        train("lora", "qwen3_moe", task="evaluate"),
+        train("lora", "qwen3_moe", 2, **division, task="evaluate"),
+    )
+    (expected,), (actual,) = one_device.of("eval"), two_devices.of("eval")
+    assert actual["metrics"]["eval_loss"] == pytest.approx(expected["metrics"]["eval_loss"], abs=_TOLERANCE)
 
 
 @FULL

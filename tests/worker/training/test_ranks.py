@@ -109,17 +109,21 @@ def rows(outcome: Outcome) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_two_devices_train_as_one_with_twice_the_batch(train: Train, method: str) -> None:
-    one, two = train(method, 1), train(method, 2)
-    assert rows(two) == rows(one) and len(rows(two)) == 4
-    assert losses(two) == pytest.approx(losses(one), abs=_TOLERANCE)
+    one_device, two_devices = train(method, 1), train(method, 2)
+    assert rows(two_devices) == rows(one_device) and len(rows(two_devices)) == 4
+    assert losses(two_devices) == pytest.approx(losses(one_device), abs=_TOLERANCE)
     if method == "kto":  # both pair each row with the same answer
-        kls = [[record["extra"]["kl"] for record in run.of("metric")] for run in (one, two)]
+        kls = [[record["extra"]["kl"] for record in run.of("metric")] for run in (one_device, two_devices)]
         assert kls[1] == pytest.approx(kls[0], abs=1e-4)
-    evaluations = [[record["metrics"]["eval_loss"] for record in run.of("eval")] for run in (one, two)]
+    evaluations = [[record["metrics"]["eval_loss"] for record in run.of("eval")] for run in (one_device, two_devices)]
     assert evaluations[1] == pytest.approx(evaluations[0], abs=_TOLERANCE), "each held-out row counts once"
-    facts = two.of("config")[-1]["facts"]
-    assert facts["total_steps"] == 4 and two.result["metrics"]["tokens"] == one.result["metrics"]["tokens"]
-    assert sorted(path.name for path in two.output.iterdir()) == sorted(path.name for path in one.output.iterdir())
+    facts = two_devices.of("config")[-1]["facts"]
+    assert (
+        facts["total_steps"] == 4 and two_devices.result["metrics"]["tokens"] == one_device.result["metrics"]["tokens"]
+    )
+    assert sorted(path.name for path in two_devices.output.iterdir()) == sorted(
+        path.name for path in one_device.output.iterdir()
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,10 +137,10 @@ def test_two_devices_train_as_one_with_twice_the_batch(train: Train, method: str
 def test_the_last_rows_of_an_epoch_are_trained_once(train: Train, method: str, rest: int) -> None:
     """The last batch is small: with one row the first device has none, with three it has fewer than the second."""
     config = {"count": 8 + rest, "eval_split": 0, "eval_steps": None}
-    one, two = train(method, 1, **config), train(method, 2, **config)
-    assert [len(trained) for trained in rows(two).values()] == [8, rest] * 2
-    assert rows(two) == rows(one)
-    assert losses(two) == pytest.approx(losses(one), abs=_TOLERANCE)
+    one_device, two_devices = train(method, 1, **config), train(method, 2, **config)
+    assert [len(trained) for trained in rows(two_devices).values()] == [8, rest] * 2
+    assert rows(two_devices) == rows(one_device)
+    assert losses(two_devices) == pytest.approx(losses(one_device), abs=_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +216,7 @@ def test_all_ranks_use_the_commit_of_the_hub_that_the_first_one_found(
     """The caches of two hosts may have filled at different times, so that a branch is another commit in each."""
 
     class Second(Ranks):
-        def shared(self, value: Any) -> Any:
+        def broadcast_value(self, value: Any) -> Any:
             return "theirs"
 
     def download(source: str, name: str, revision: str | None, **_: Any) -> str:
@@ -229,8 +233,8 @@ def test_all_ranks_use_the_commit_of_the_hub_that_the_first_one_found(
         named |= {"path": str(tmp_path), "hub": None}
     job = JobSpec.model_validate(make_job(tmp_path / "run", "", "") | {"base_model": named})
     run: Any = SimpleNamespace(job=job, config=TrainingConfig(base_model="owner/m"), ranks=Second(1, 2))
-    found = preparation._find_base(run)
-    assert found.revision == found.options["revision"] == "theirs" and found.identity.endswith("commit theirs")
+    base = preparation._find_base(run)
+    assert base.revision == base.options["revision"] == "theirs" and base.identity.endswith("commit theirs")
 
 
 def test_ranks_of_other_versions_do_not_train_together(

@@ -31,8 +31,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
 
     def chat(row: int) -> dict[str, Any]:
-        asked, answered = (" ".join((_WORDS * 3)[row % 7 : row % 7 + n]) for n in (1 + row % 5, 2 + row * 5 % 17))
-        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+        question, answer = (" ".join((_WORDS * 3)[row % 7 : row % 7 + n]) for n in (1 + row % 5, 2 + row * 5 % 17))
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
     return write_rows(folder / "chats.jsonl", map(chat, range(26)))
 
@@ -84,19 +84,19 @@ def numbers(outcome: Outcome, name: str) -> list[float]:
     return [record[name] for record in outcome.of("metric")]
 
 
-def assert_equal(divided: Outcome, one: Outcome) -> None:
-    assert rows(divided) == rows(one) and len(rows(one)) == 4
-    assert losses(divided) == pytest.approx(losses(one), abs=_TOLERANCE)
-    assert numbers(divided, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), abs=_TOLERANCE, rel=1e-4)
-    for expected, found in zip(one.of("eval"), divided.of("eval"), strict=True):
+def assert_equal(divided: Outcome, one_device: Outcome) -> None:
+    assert rows(divided) == rows(one_device) and len(rows(one_device)) == 4
+    assert losses(divided) == pytest.approx(losses(one_device), abs=_TOLERANCE)
+    assert numbers(divided, "grad_norm") == pytest.approx(numbers(one_device, "grad_norm"), abs=_TOLERANCE, rel=1e-4)
+    for expected, actual in zip(one_device.of("eval"), divided.of("eval"), strict=True):
         for name in ("eval_loss", "eval_token_accuracy", "eval_entropy"):
-            assert found["metrics"][name] == pytest.approx(expected["metrics"][name], abs=_TOLERANCE), name
-    assert divided.result["metrics"]["tokens"] == one.result["metrics"]["tokens"]
-    (path,) = (path for path in one.output.glob("*model.safetensors"))
-    expected, found = load_file(path), load_file(divided.output / path.name)
-    assert found.keys() == expected.keys()
+            assert actual["metrics"][name] == pytest.approx(expected["metrics"][name], abs=_TOLERANCE), name
+    assert divided.result["metrics"]["tokens"] == one_device.result["metrics"]["tokens"]
+    (path,) = (path for path in one_device.output.glob("*model.safetensors"))
+    expected, actual = load_file(path), load_file(divided.output / path.name)
+    assert actual.keys() == expected.keys()
     for key, weight in expected.items():
-        assert found[key].allclose(weight, atol=_TOLERANCE), key
+        assert actual[key].allclose(weight, atol=_TOLERANCE), key
 
 
 FULL = pytest.mark.full
@@ -287,12 +287,14 @@ def test_a_stop_in_an_evaluation_ends_it_on_both_devices(
 
 def test_samples_and_evaluations_without_training_equal_those_of_one_device(train: Train) -> None:
     """Each device generates whole texts, so the first one samples alone."""
-    asked = {
+    sampling = {
         "sample_prompts": ["the model learns"], "sample_steps": 1, "sample_max_new_tokens": 6, "max_steps": 1,
     }  # fmt: skip
-    made = [train("lora", devices, devices, packing=True, **asked) for devices in (1, 2)]
-    assert [one["completion"] for one in made[1].of("sample")] == [one["completion"] for one in made[0].of("sample")]
-    one, two = (train("lora", devices, devices, task="evaluate") for devices in (1, 2))
-    (expected,), (found,) = one.of("eval"), two.of("eval")
+    trained = [train("lora", devices, devices, packing=True, **sampling) for devices in (1, 2)]
+    assert [one["completion"] for one in trained[1].of("sample")] == [
+        one["completion"] for one in trained[0].of("sample")
+    ]
+    one_device, two_devices = (train("lora", devices, devices, task="evaluate") for devices in (1, 2))
+    (expected,), (actual,) = one_device.of("eval"), two_devices.of("eval")
     for name in ("eval_loss", "eval_token_accuracy", "eval_entropy"):
-        assert found["metrics"][name] == pytest.approx(expected["metrics"][name], abs=_TOLERANCE), name
+        assert actual["metrics"][name] == pytest.approx(expected["metrics"][name], abs=_TOLERANCE), name

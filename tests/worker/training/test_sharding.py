@@ -76,9 +76,9 @@ def test_a_divided_model_trains_and_generates_as_replicas_do(train: Train, metho
         )
     assert sorted(path.name for path in sharded.output.iterdir()) == sorted(p.name for p in replicas.output.iterdir())
     name = "model.safetensors" if method in ("full", "reward") else "adapter_model.safetensors"
-    expected, found = (load_file(run.output / name) for run in (replicas, sharded))
-    assert {key: one.shape for key, one in found.items()} == {key: one.shape for key, one in expected.items()}
-    assert all(found[key].allclose(one, atol=1e-4) for key, one in expected.items())
+    expected, actual = (load_file(run.output / name) for run in (replicas, sharded))
+    assert {key: one.shape for key, one in actual.items()} == {key: one.shape for key, one in expected.items()}
+    assert all(actual[key].allclose(one, atol=1e-4) for key, one in expected.items())
 
 
 @pytest.mark.parametrize("method", ["lora", *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "qlora"))])

@@ -21,14 +21,14 @@ _NEVER = threading.Event()
 _PLACES = ((safetensors.torch, "save_file"), (torch, "save"), (Path, "write_bytes"), (os, "fsync"), (os, "rename"))
 
 
-def begin(asked: dict[str, Any]) -> None:
+def begin(troubles: dict[str, Any]) -> None:
     """From now on in this process: `slow` seconds before each file of weights, death at call number `kill_at`, and no
     memory at call number `no_memory_at`; a file named `unreadable` cannot be read."""
     calls = 0
     opened = Path.open
 
     def open_unless_unreadable(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
-        if path.name == asked.get("unreadable") and mode == "rb":
+        if path.name == troubles.get("unreadable") and mode == "rb":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return opened(path, mode, *options, **more)
 
@@ -41,13 +41,13 @@ def begin(asked: dict[str, Any]) -> None:
             nonlocal calls
             if threading.current_thread().name == "checkpoint":
                 calls += 1
-                if calls == asked.get("kill_at"):
+                if calls == troubles.get("kill_at"):
                     _leave_half(name, arguments)
                     os.kill(os.getpid(), signal.SIGKILL)
-                if calls == asked.get("no_memory_at"):
+                if calls == troubles.get("no_memory_at"):
                     raise MemoryError
                 if name == "save_file":
-                    _NEVER.wait(asked.get("slow", 0))
+                    _NEVER.wait(troubles.get("slow", 0))
             return call(*arguments, **options)
 
         setattr(owner, name, troubled)
@@ -71,17 +71,17 @@ def follow(course: Any) -> None:
     def evaluation_loop(trainer: Any, *arguments: Any, **options: Any) -> Any:
         if next(sets) == course.get("drain_at_evaluation"):
             os.kill(os.getpid(), signal.SIGTERM)
-        wanted = left.pop(0) if left else None
+        outcome = left.pop(0) if left else None
         with ExitStack() as changes:
-            if wanted == "raises":
+            if outcome == "raises":
                 changes.enter_context(patch.object(ServiceTrainerMixin, "prediction_step", fail))
-            found = evaluate(trainer, *arguments, **options)
-        match wanted:
+            output = evaluate(trainer, *arguments, **options)
+        match outcome:
             case "nan":
-                found.metrics["eval_loss"] = math.nan
+                output.metrics["eval_loss"] = math.nan
             case float(loss):
-                found.metrics["eval_loss"] = loss
-        return found
+                output.metrics["eval_loss"] = loss
+        return output
 
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no evaluation today")

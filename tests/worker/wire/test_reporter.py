@@ -156,11 +156,11 @@ class TestControl:
     @pytest.mark.parametrize("order", [1, -1])
     def test_what_keeps_less_outranks_what_keeps_more(self, order: int) -> None:
         save, best, discard = StopRequest("checkpoint"), StopRequest("best"), StopRequest("discard")
-        for requests, kept in (([save, best], best), ([best, discard], discard)):
+        for requests, expected in (([save, best], best), ([best, discard], discard)):
             control = Control.start(None)
             for request in requests[::order]:
                 control.request_stop(request)
-            assert control.stop_requested == kept
+            assert control.stop_requested == expected
 
     def test_a_stop_at_the_end_of_the_epoch_is_no_immediate_one(self) -> None:
         control = Control.start(None)

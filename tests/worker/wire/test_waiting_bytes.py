@@ -18,11 +18,11 @@ class TestFullDisk:
     def test_lines_wait_in_memory_and_are_written_in_order_once_there_is_room(self, tmp_path: Path) -> None:
         with small_disk(tmp_path / "disk", 2**20) as disk:
             history, journal = History(disk), Journal(disk / "journal.jsonl", 1)
-            history.begin(None)
+            history.start_from(None)
             journal.record_start()
             filler = fill(disk)
             for step in range(1, 201):
-                history.append({"step": step, "text": "x" * 100})
+                history.append_record({"step": step, "text": "x" * 100})
                 journal.record_step(step, (1.0).hex(), list(range(60)))
             journal.record_save(200)
             steps = [line["step"] for line in read_journal(disk / "journal.jsonl") if line["event"] == "step"]
@@ -35,7 +35,7 @@ class TestFullDisk:
             assert history.records() == expected
             assert [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()] == expected
             filler.unlink()
-            history.append({"step": 201})
+            history.append_record({"step": 201})
             journal.record_step(201, (1.0).hex(), [])
             assert history.records() == [*expected, {"step": 201}]
             assert (disk / "metrics.jsonl").read_bytes().count(b"\n") == 201

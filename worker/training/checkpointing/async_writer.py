@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify
+from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify_error
 from worker.wire.heartbeat import HeartbeatCallback
 
 _POLL_SECONDS = 0.2
@@ -48,27 +48,27 @@ class AsyncWriter:
         """Step of the checkpoint that was started last, written or not; None if it failed for lack of memory."""
         return self._step
 
-    def begin(self, write: Callable[[HeartbeatCallback], None], step: int | None = None) -> None:
+    def begin_write(self, write: Callable[[HeartbeatCallback], None], step: int | None = None) -> None:
         """Call `write` in a thread, with a function that it must call for each piece of its work.
 
         Call `wait` before.
         """
 
-        def work() -> None:
+        def run_write() -> None:
             try:
                 write(self._on_progress)
             except Abandoned:
                 pass
             except Exception as error:
-                self._failure = classify(error)
+                self._failure = classify_error(error)
                 if self._failure is not error:
                     self._failure.__cause__ = error  # the end of another rank is no failure of this one
 
         self._began, self._step = time.monotonic(), step
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=run_write, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the failure of the thread, if any; does not wait.
 
         Too little memory is reported and is no failure: nothing in the training would fix it, and the loop can write
@@ -93,7 +93,7 @@ class AsyncWriter:
             TrainingFailure: the checkpoint that was being written failed.
         """
         self._wait_for_thread(alive, on_long)
-        self.check()
+        self.raise_failure()
 
     @contextmanager
     def settled_after(self, alive: HeartbeatCallback, on_failure: Callable[[str], None]) -> Iterator[None]:

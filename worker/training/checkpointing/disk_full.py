@@ -22,7 +22,7 @@ class CheckpointDiskSpace(DiskSpace):
             self._skipped = 0
         return short
 
-    def skip(self, step: int, why: str, next_step: int, is_due: bool) -> str:
+    def skip_checkpoint(self, step: int, why: str, next_step: int, is_due: bool) -> str:
         """Skip a checkpoint during training that does not fit, and return the warning.
 
         Those that are due by `save_steps` (`is_due`) are counted. `next_step` is the step where the next one is due.
@@ -44,14 +44,14 @@ class CheckpointDiskSpace(DiskSpace):
         )
 
 
-def missing_checkpoint_warning(step: int, why: str, kept: int, goes_on: bool) -> str:
+def missing_checkpoint_warning(step: int, why: str, kept_step: int, goes_on: bool) -> str:
     """Return the warning for a run that ends early at `step` and whose checkpoint cannot be saved.
 
     `kept` is the step of the last one that was saved. `goes_on` is True if the run is released, and continues without
     a request.
     """
-    place = f"the checkpoint of step {kept}" if kept else "the start"
-    after = f"it goes on from {place}, and trains steps {kept + 1} to {step} again"
+    place = f"the checkpoint of step {kept_step}" if kept_step else "the start"
+    after = f"it goes on from {place}, and trains steps {kept_step + 1} to {step} again"
     then = f"The run is released without it: {after}" if goes_on else f"The run ends without it: if resumed, {after}"
     return f"The checkpoint of step {step} is not saved: {why.rstrip('.')}. {then}."
 

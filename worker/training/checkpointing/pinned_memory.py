@@ -46,18 +46,18 @@ class PinnedMemory:
         """Size of the memory held."""
         return 0 if self._map is None else len(self._map)
 
-    def prepare(self, size: int) -> None:
+    def prepare_memory(self, size: int) -> None:
         """Prepare memory for a state of `size` bytes in the background, if there is enough of it."""
-        if size <= self.bytes or shortage(size):
+        if size <= self.bytes or memory_shortage(size):
             return
         try:
-            self._hold(size)
+            self._hold_map(size)
         except InsufficientHostMemory:
             return  # reported when the copy itself is made
-        self._preparing = threading.Thread(target=self._touch, args=[_own_gpu()], name="host memory", daemon=True)
+        self._preparing = threading.Thread(target=self._touch_pages, args=[_own_gpu()], name="host memory", daemon=True)
         self._preparing.start()
 
-    def copy(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def copy_tensors(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return copies of `tensors`, by the `id` of each: same shape, type, order of elements and Python attributes.
 
         Tensors that share memory share a copy. Copies use the memory held here: the next call overwrites them.
@@ -71,7 +71,7 @@ class PinnedMemory:
             key = _storage_key(tensor)
             distinct.setdefault(key, tensor)
             places[id(tensor)] = key
-        memory = self._allocate(sum(map(_aligned_bytes, distinct.values())))
+        memory = self._allocate_map(sum(map(_aligned_bytes, distinct.values())))
         copies: dict[Any, torch.Tensor] = {}
         start = 0
         for key, tensor in distinct.items():
@@ -80,15 +80,15 @@ class PinnedMemory:
         _copy_all([(copies[key], tensor) for key, tensor in distinct.items()])
         return {name: copies[key] for name, key in places.items()}
 
-    def _allocate(self, size: int) -> mmap.mmap:
+    def _allocate_map(self, size: int) -> mmap.mmap:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
         if self._map is None or len(self._map) < size:
-            if why := shortage((size - self.bytes) * self._processes):
+            if why := memory_shortage((size - self.bytes) * self._processes):
                 raise InsufficientHostMemory(why)
-            self._hold(size)
-        self._pin(_own_gpu())
+            self._hold_map(size)
+        self._pin_map(_own_gpu())
         assert self._map is not None  # noqa: S101 - held above
         return self._map
 
@@ -101,7 +101,7 @@ class PinnedMemory:
             torch.cuda.cudart().cudaHostUnregister(torch.frombuffer(self._map, dtype=torch.uint8).data_ptr())
         self._map, self._is_pinned, self._may_pin = None, False, True
 
-    def _hold(self, size: int) -> None:
+    def _hold_map(self, size: int) -> None:
         self.release()  # frees the old one first
         try:
             self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
@@ -112,13 +112,13 @@ class PinnedMemory:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
 
-    def _touch(self, gpu: int | None) -> None:
+    def _touch_pages(self, gpu: int | None) -> None:
         """Make the kernel allocate every page, piece by piece; torch lets other threads run meanwhile."""
         for piece in torch.frombuffer(self._map, dtype=torch.uint8).split(_PIECE_BYTES):
             piece.zero_()
-        self._pin(gpu)
+        self._pin_map(gpu)
 
-    def _pin(self, gpu: int | None) -> None:
+    def _pin_map(self, gpu: int | None) -> None:
         """Pin the memory, so that a GPU writes at the speed of the bus. If refused, copies are slower but correct."""
         if gpu is None or self._is_pinned or not self._may_pin:
             return
@@ -138,9 +138,9 @@ def _own_gpu() -> int | None:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
-def shortage(size: int) -> str | None:
+def memory_shortage(size: int) -> str | None:
     """Return the reason why this machine cannot spare `size` bytes of memory; None if it can."""
-    total, available = _memory()
+    total, available = _total_and_available()
     margin = max(_MARGIN_BYTES, total // _MARGIN_DIVISOR)
     if size + margin <= available:
         return None
@@ -150,7 +150,7 @@ def shortage(size: int) -> str | None:
     )
 
 
-def _memory() -> tuple[int, int]:
+def _total_and_available() -> tuple[int, int]:
     """Return total and available memory in bytes: of the machine, or of the tightest cgroup of this process.
 
     A container is a cgroup, and so is a systemd service or a cluster job; each may be nested in others.
@@ -160,12 +160,12 @@ def _memory() -> tuple[int, int]:
         name, _, value = line.partition(":")
         facts[name] = int(value.split()[0]) * 1024
     total, available = facts["MemTotal"], facts["MemAvailable"]
-    for limit, used in _limits():
+    for limit, used in _cgroup_limits():
         total, available = min(total, limit), min(available, limit - used)
     return total, max(available, 0)
 
 
-def _limits() -> Iterator[tuple[int, int]]:
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
     """Yield limit and use, in bytes, of each cgroup of this process with a limit, from its own up to the outermost."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
@@ -184,11 +184,11 @@ def _limits() -> Iterator[tuple[int, int]]:
             # The path may be outside of what is mounted here, or named differently: then the mount is the own group.
             groups = [inner, *inner.parents] if ".." not in inner.parts else [root]
             for group in groups:
-                if group.is_relative_to(root) and (found := _limit(group, *names)):
-                    yield found
+                if group.is_relative_to(root) and (limit := _cgroup_limit(group, *names)):
+                    yield limit
 
 
-def _limit(group: Path, limit_name: str, used_name: str) -> tuple[int, int] | None:
+def _cgroup_limit(group: Path, limit_name: str, used_name: str) -> tuple[int, int] | None:
     try:
         limit = (group / limit_name).read_text().strip()
         used = int((group / used_name).read_text())
@@ -228,7 +228,7 @@ def _copy_target(tensor: torch.Tensor, memory: mmap.mmap, start: int) -> torch.T
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
-        pieces = [piece for pair in pairs for piece in _pieces(*pair)]
+        pieces = [piece for pair in pairs for piece in _chunk_pairs(*pair)]
         if any(source.is_cuda for _, source in pieces):
             for target, source in pieces:
                 target.copy_(source, non_blocking=True)
@@ -243,7 +243,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             list(pool.map(lambda pair: pair[0].detach().copy_(pair[1].detach()), pieces))
 
 
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _chunk_pairs(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if source.nbytes <= _PIECE_BYTES or not (source.is_contiguous() and target.is_contiguous()):
         yield target, source
         return

@@ -26,7 +26,7 @@ def saved_ranks(checkpoint: Path) -> int:
     return len(list(checkpoint.glob(file_name(0).replace("0", "*")))) or 1
 
 
-def current() -> dict[str, Any]:
+def current_states() -> dict[str, Any]:
     """Return the states of this process: Python's, numpy's and torch's, and that of its own GPU if it has used one.
 
     The state of another GPU would create a context on it.
@@ -44,7 +44,7 @@ def set_current(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def restore(checkpoint: Path, ranks: Ranks) -> bool:
+def restore_states(checkpoint: Path, ranks: Ranks) -> bool:
     """Restore the states of this rank; return False if the checkpoint was made by another number of ranks."""
     if saved_ranks(checkpoint) != ranks.size:
         return False
@@ -54,7 +54,7 @@ def restore(checkpoint: Path, ranks: Ranks) -> bool:
     return True
 
 
-def seed(parts: Sequence[int]) -> None:
+def seed_generators(parts: Sequence[int]) -> None:
     """Seed every generator of this process from several numbers, such as seed, step and rank."""
     digest = hashlib.sha256(repr(tuple(parts)).encode()).digest()
     number = int.from_bytes(digest[:4], "little")

@@ -19,7 +19,7 @@ from worker.training.checkpointing.disk_full import CheckpointDiskSpace, disk_fu
 from worker.training.checkpointing.pinned_memory import InsufficientHostMemory, PinnedMemory
 from worker.training.checkpointing.snapshot import Snapshot, SnapshotBuilder, expected_bytes
 from worker.training.context import TrainingContext
-from worker.training.failures import TrainingFailure, classify
+from worker.training.failures import TrainingFailure, classify_error
 from worker.training.model.parallel.sharding import PartNotWritten
 from worker.training.plugins.checkpoint_engines import EngineCopier
 from worker.training.plugins.hooks import set_learning_rate
@@ -32,7 +32,7 @@ _BNB_STATES = {"state1", "state2"}
 """State tensors that bitsandbytes pages."""
 
 
-def save(trainer: ServiceTrainer) -> bool:
+def save_checkpoint(trainer: ServiceTrainer) -> bool:
     """Save `checkpoint-<step>` in the attempt's folder, and report it once it is durably on disk.
 
     A checkpoint during training (periodic, best) is copied to host memory, and a thread writes it while training goes
@@ -47,7 +47,7 @@ def save(trainer: ServiceTrainer) -> bool:
     """
     run, saving = trainer.run, trainer.saving
     if not run.ranks.is_first:
-        return _follow(trainer)
+        return _follow_save(trainer)
     during_training = run.save_kind in _KINDS_DURING_TRAINING and not trainer.control.should_training_stop
     waits = not during_training or saving.in_flight.is_under_way
     if waits:
@@ -61,11 +61,11 @@ def save(trainer: ServiceTrainer) -> bool:
             writes = not is_on_disk and saving.has_room(trainer, during_training)
         finally:
             if run.is_sharded:
-                run.ranks.shared((writes, during_training))
+                run.ranks.broadcast_value((writes, during_training))
         if writes:
-            waits |= _write(trainer, during_training)
+            waits |= _write_checkpoint(trainer, during_training)
     except Exception as error:
-        failure = classify(error)
+        failure = classify_error(error)
         if failure.code != "disk_full" or during_training or run.save_kind == "final":
             if failure is error:
                 raise
@@ -74,34 +74,38 @@ def save(trainer: ServiceTrainer) -> bool:
     return waits
 
 
-def _follow(trainer: ServiceTrainer) -> bool:
+def _follow_save(trainer: ServiceTrainer) -> bool:
     """Write this rank's part of the checkpoint that rank 0 writes, if it writes one; return False."""
     # First, as rank 0 does: it may wait for what this rank has failed to write.
     trainer.saving.in_flight.wait(no_heartbeat)
-    writes, during_training = trainer.run.ranks.shared((False, False))
+    writes, during_training = trainer.run.ranks.broadcast_value((False, False))
     if writes:
         with suppress(TrainingFailure):  # rank 0 has it too, and decides what follows
-            _write(trainer, during_training)
+            _write_checkpoint(trainer, during_training)
     trainer.saved_step = trainer.state.global_step
     return False
 
 
-def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
+def _write_checkpoint(trainer: ServiceTrainer, during_training: bool) -> bool:
     """Write the checkpoint, or start to; return True if training waited for the disk."""
     run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
     staging = run.folder / f".checkpoint-{step}.tmp"
     waits = False
     try:
-        snapshot, copy = _gather(trainer, staging, during_training)
+        snapshot, copy = _gather_state(trainer, staging, during_training)
         if copy is None:
             pinned = {
                 resume_fidelity.FIDELITY_CHECK: fidelity_check.fidelity_value(trainer, trainer.pinned_text()).hex()
             }
-            _complete(saving, run, snapshot, staging, _about(trainer, pinned), run.report.alive)
+            _complete_checkpoint(
+                saving, run, snapshot, staging, _describe_checkpoint(trainer, pinned), run.report.alive
+            )
             waits = True
         else:
-            about = _about(trainer, {})
-            saving.in_flight.begin(lambda alive: _complete(saving, run, copy, staging, about, alive), step)
+            about = _describe_checkpoint(trainer, {})
+            saving.in_flight.begin_write(
+                lambda alive: _complete_checkpoint(saving, run, copy, staging, about, alive), step
+            )
     except Exception:
         if run.ranks.is_first:
             remove_tree(staging, ignore_errors=True)
@@ -110,7 +114,7 @@ def _write(trainer: ServiceTrainer, during_training: bool) -> bool:
     return waits
 
 
-def _gather(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tuple[Snapshot, Snapshot | None]:
+def _gather_state(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tuple[Snapshot, Snapshot | None]:
     """Return the state to write, and a copy of it that training does not change, if there is to be one.
 
     Raises:
@@ -127,12 +131,12 @@ def _gather(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tu
         if ranks.is_first:
             remove_tree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
-        snapshot = saving.gatherer.gather(trainer, staging, whole)
-        copy = saving.copied(snapshot) if during_training else None
+        snapshot = saving.gatherer.gather_state(trainer, staging, whole)
+        copy = saving.copy_to_host(snapshot) if during_training else None
     except Exception as problem:
         if sharding is None:
             raise
-        error = classify(problem)
+        error = classify_error(problem)
     if sharding is not None and ranks.agree_on(error, stopped=copy is None):
         copy = None
     assert snapshot is not None  # noqa: S101 - else an error was raised
@@ -155,21 +159,21 @@ class CheckpointSaver:
         self._wait_reported = self._memory_reported = False
         self._writes_in_the_loop = self._has_failed_requests = False
 
-    def stepped(self, trainer: ServiceTrainer) -> None:
+    def handle_step(self, trainer: ServiceTrainer) -> None:
         """Handle a completed optimizer step: prepare memory after the first one, and raise failures of the writer.
 
         Raises:
             TrainingFailure: the checkpoint that was being written failed.
         """
         if self._run.stop_requested is None:  # else the end of training handles it, and may do without the checkpoint
-            self.in_flight.check()
+            self.in_flight.raise_failure()
             self.requeue_actions(trainer)
-        self.engine_copier.check()
+        self.engine_copier.raise_failure()
         if not self._is_prepared and trainer.sharding is None:
             self._is_prepared = True
             run, left = self._run, trainer.state.max_steps - trainer.state.global_step
             if min(run.save_every, run.eval_every or run.save_every) <= left:
-                self._memory.prepare(expected_bytes(trainer))
+                self._memory.prepare_memory(expected_bytes(trainer))
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -185,8 +189,8 @@ class CheckpointSaver:
                 if self._run.ended_by in ("stop", "drain"):
                     self._wait_for_last()
         finally:
-            self.engine_copier.settle()
-        self.engine_copier.check()
+            self.engine_copier.wait_for_copies()
+        self.engine_copier.raise_failure()
 
     def _wait_for_last(self) -> None:
         """Wait for the checkpoint being written; a full disk must not turn a stop into a failure."""
@@ -234,7 +238,7 @@ class CheckpointSaver:
         every = run.save_every
         is_due = run.save_kind == "periodic" and step % every == 0
         next_step = min((step // every + 1) * every, trainer.state.max_steps)
-        line = self._disk_space.skip(step, why, next_step, is_due)
+        line = self._disk_space.skip_checkpoint(step, why, next_step, is_due)
         run.report.message(line, "warning")
         run.state.left_out(step)
         trainer.actions.fail_saves(line)
@@ -246,7 +250,7 @@ class CheckpointSaver:
         self._run.report.message(line, "warning")
         trainer.actions.fail_saves(line)
 
-    def copied(self, snapshot: Snapshot) -> Snapshot | None:
+    def copy_to_host(self, snapshot: Snapshot) -> Snapshot | None:
         """Return a copy in host memory; None if there is too little memory, which is reported once."""
         if self._writes_in_the_loop:
             self._run.report.phase("saving")
@@ -272,7 +276,7 @@ class CheckpointSaver:
             self._run.report.message(line, "warning")
 
 
-def _about(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
+def _describe_checkpoint(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
     """Describe a checkpoint of the current state, for its manifest and for the supervisor."""
     run, step = trainer.run, trainer.state.global_step
     return _About(
@@ -287,7 +291,7 @@ def _about(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
         record={
             "kind": run.save_kind,
             "epoch": trainer.state.epoch,
-            **trainer.actions.saved(),
+            **trainer.actions.take_answered_saves(),
             "metrics": {
                 # Both are means as logged: the loss of a single step may well be below the best of those.
                 "loss": run.state.last_metric.get("loss", run.state.loss),
@@ -307,7 +311,7 @@ class _About:
     record: dict[str, Any]
 
 
-def _complete(
+def _complete_checkpoint(
     saving: CheckpointSaver,
     run: TrainingContext,
     snapshot: Snapshot,
@@ -340,11 +344,13 @@ def _complete(
     saving.kept_step = about.step
     metric = about.record["metrics"][run.method.eval_metric]
     if metric is not None:
-        run.saved(EvaluatedCheckpoint(path=run.folder / name, step=about.step, manifest_sha256=sha256, metric=metric))
-    saving.engine_copier.keep(run.folder / name)
+        run.note_evaluated_checkpoint(
+            EvaluatedCheckpoint(path=run.folder / name, step=about.step, manifest_sha256=sha256, metric=metric)
+        )
+    saving.engine_copier.queue_copy(run.folder / name)
 
 
-def check(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> None:
+def verify_checkpoint(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> None:
     """Refuse a checkpoint if a single byte differs from what was written.
 
     Raises:

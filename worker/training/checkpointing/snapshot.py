@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
-from worker.training.model.parallel.sharding import Layouts, Sharding, local
+from worker.training.model.parallel.sharding import Layouts, Sharding, local_part
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
@@ -54,7 +54,7 @@ class Snapshot:
         Raises:
             InsufficientHostMemory: there is no memory for a copy.
         """
-        copies = memory.copy(self._tensors())
+        copies = memory.copy_tensors(self._own_tensors())
         weights = self.weights
         if not self.owns_weights:
             weights = [replace(one, tensors=_replace_tensors(one.tensors, copies)) for one in weights]
@@ -75,11 +75,11 @@ class Snapshot:
                 (folder / name).write_bytes(content)
         for put in self.histories:
             put(folder)
-        for one in self.weights:
-            safetensors.torch.save_file(one.tensors, one.path, metadata=one.metadata)
+        for weight_file in self.weights:
+            safetensors.torch.save_file(weight_file.tensors, weight_file.path, metadata=weight_file.metadata)
             alive()
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
         if not self.owns_weights:
             yield from _tensors_in([one.tensors for one in self.weights])
         yield from _tensors_in(self.optimizer)
@@ -96,7 +96,7 @@ class SnapshotBuilder:
         """Size in bytes of the files that every checkpoint repeats; 0 before the first."""
         return sum(map(len, (self._constant_files or {}).values()))
 
-    def gather(
+    def gather_state(
         self, trainer: ServiceTrainer, folder: Path, whole: Mapping[str, torch.Tensor] | None = None
     ) -> Snapshot:
         """Gather the current state: small files that change are written to `folder` at once, the rest is referenced.
@@ -127,7 +127,7 @@ class SnapshotBuilder:
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         trainer.save_metric_averages()
         trainer.run.state.save(folder)
-        histories = [history.held() for history in trainer.run.histories]
+        histories = [history.capture_lines() for history in trainer.run.histories]
         return Snapshot(weights, optimizer, self._constant_files, histories, write, owns_weights=whole is not None)
 
 
@@ -175,7 +175,7 @@ def expected_bytes(trainer: ServiceTrainer) -> int:
     model: Any = trainer.model
     all_of_them = not isinstance(model, peft.peft_model.PeftModel)
     saved = (one for one in model.parameters() if one.requires_grad or all_of_them)
-    weights: dict[int, int] = {local(one).data_ptr() or id(one): one.nbytes for one in saved}
+    weights: dict[int, int] = {local_part(one).data_ptr() or id(one): one.nbytes for one in saved}
     state = [int(one.nbytes) for one in _tensors_in(trainer.optimizer.state_dict())]
     return sum(weights.values()) + sum(state) + (len(weights) + len(state)) * ALIGNED
 
@@ -186,17 +186,17 @@ def _collected_weights() -> Iterator[list[WeightFile]]:
 
     So they still decide what belongs to a checkpoint and under which name, whichever thread writes it, and when.
     """
-    kept: list[WeightFile] = []
+    weight_files: list[WeightFile] = []
 
-    def keep(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
-        kept.append(WeightFile(Path(filename), dict(tensors), dict(metadata or {})))
+    def add_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        weight_files.append(WeightFile(Path(filename), dict(tensors), dict(metadata or {})))
 
     libraries = (transformers.modeling_utils, peft.peft_model)
     writers = [library.safe_save_file for library in libraries]
     for library in libraries:
-        library.safe_save_file = keep
+        library.safe_save_file = add_file
     try:
-        yield kept
+        yield weight_files
     finally:
         for library, writer in zip(libraries, writers, strict=True):
             library.safe_save_file = writer
@@ -209,11 +209,11 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors_in(one)
+        for item in value.values():
+            yield from _tensors_in(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _replace_tensors(value: Any, copies: dict[int, torch.Tensor]) -> Any:

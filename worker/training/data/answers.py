@@ -30,10 +30,10 @@ def answer_problem(rewards: Sequence[Reward], answer: str | None) -> str | None:
 
 def last_number(text: str) -> float | None:
     """Return the last number in a text, such as `1,234.5`, `-$3` or `2e5`; None if there is none that is finite."""
-    found = list(_NUMBER.finditer(text))
-    if not found:
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
         return None
-    last = found[-1]
+    last = matches[-1]
     number = float(last[1].replace(",", ""))
     if not math.isfinite(number):
         return None

@@ -119,7 +119,7 @@ class ChatRenderer:
         except Exception as error:  # a template can raise anything
             raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
 
-    def marks(self, messages: Sequence[Any], options: dict[str, Any]) -> list[tuple[int, int]]:
+    def generation_spans(self, messages: Sequence[Any], options: dict[str, Any]) -> list[tuple[int, int]]:
         """Return the start and end character of each `{% generation %}` block of the rendered messages."""
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         variables = {**self._tokenizer.special_tokens_map, **options}
@@ -131,7 +131,7 @@ class ChatRenderer:
         )
         return [(start, end) for start, end in blocks if start < end]
 
-    def fit(self, number: int, row: dict[str, Any], *chats: Any, **more: Any) -> list[Chat]:
+    def fit_chats(self, number: int, row: dict[str, Any], *chats: Any, **more: Any) -> list[Chat]:
         """Return the chats of a row, all in the same form; `more` are further arguments of the rendering.
 
         Raises:
@@ -149,7 +149,7 @@ class ChatRenderer:
         if forms.text and all(_is_plain(message) for messages in chats for message in messages):
             return [Chat(messages, options) for messages in chats]
         refusals: list[BadRow] = []
-        for messages_of_chats, notes in _candidates(chats, forms):
+        for messages_of_chats, notes in _candidate_chats(chats, forms):
             try:
                 texts = [self.render(messages, options, **more) for messages in messages_of_chats]
             except BadRow as error:
@@ -173,7 +173,7 @@ class ChatRenderer:
     def _find_forms(self, template: str) -> _Forms:
         """Render short chats, to find out which forms a template takes."""
 
-        def shown(content: Any, tools: Any = None, **answer: Any) -> str:
+        def render_answer(content: Any, tools: Any = None, **answer: Any) -> str:
             chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content, **answer}]
             try:
                 return str(
@@ -186,16 +186,16 @@ class ChatRenderer:
         function = {"name": _PROBE, "description": _PROBE, "parameters": parameters}
         tools = [{"type": "function", "function": function}]
 
-        def calling(arguments: Any) -> str:
+        def render_call(arguments: Any) -> str:
             call = {"id": "probe0000", "type": "function", "function": {"name": _PROBE, "arguments": arguments}}
-            return shown("", tools, tool_calls=[call])
+            return render_answer("", tools, tool_calls=[call])
 
-        text = shown(_PROBE)
-        parts = shown([{"type": "text", "text": _PROBE}])
-        as_object, as_text = calling(_PROBE_ARGUMENTS), calling(json.dumps(_PROBE_ARGUMENTS))
+        text = render_answer(_PROBE)
+        parts = render_answer([{"type": "text", "text": _PROBE}])
+        as_object, as_text = render_call(_PROBE_ARGUMENTS), render_call(json.dumps(_PROBE_ARGUMENTS))
         takes_parts = parts.count(_PROBE) >= 2 and "'type'" not in parts and '"type"' not in parts
         value = _PROBE_ARGUMENTS["probe_key"]
-        calls, described = as_object + as_text, shown("text", tools)
+        calls, described = as_object + as_text, render_answer("text", tools)
         return _Forms(
             text=text.count(_PROBE) >= 2 or not takes_parts,
             parts=takes_parts,
@@ -237,13 +237,13 @@ def _is_plain(message: dict[str, Any]) -> bool:
     )
 
 
-def _candidates(chats: Sequence[Messages], forms: _Forms) -> Iterator[tuple[list[Messages], set[str]]]:
+def _candidate_chats(chats: Sequence[Messages], forms: _Forms) -> Iterator[tuple[list[Messages], set[str]]]:
     """Yield chats in the forms to try, in order, each with the notes about what is not as in the row."""
     tried: list[list[Messages]] = []
     for fills_content, swaps_arguments in product((False, True), repeat=2):
         notes: set[str] = set()
         fitted = [
-            [_fitted(message, forms, notes, fills_content, swaps_arguments) for message in messages]
+            [_fit_message(message, forms, notes, fills_content, swaps_arguments) for message in messages]
             for messages in chats
         ]
         if fitted not in tried:
@@ -253,7 +253,7 @@ def _candidates(chats: Sequence[Messages], forms: _Forms) -> Iterator[tuple[list
         yield list(chats), set()
 
 
-def _fitted(
+def _fit_message(
     message: dict[str, Any], forms: _Forms, notes: set[str], fills_content: bool, swaps_arguments: bool
 ) -> dict[str, Any]:
     """Return a message in the form that a template takes, and add to `notes` what is not as in the row."""

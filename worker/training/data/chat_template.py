@@ -93,10 +93,10 @@ class _OutOfTime(BaseException):
 def _limited_time() -> Iterator[None]:
     """Raise `_OutOfTime` if the block takes too much processor time; call it in the main thread."""
 
-    def end(*_: Any) -> None:
+    def raise_out_of_time(*_: Any) -> None:
         raise _OutOfTime
 
-    before = signal.signal(signal.SIGPROF, end)
+    before = signal.signal(signal.SIGPROF, raise_out_of_time)
     signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)
     try:
         yield
@@ -180,7 +180,7 @@ class ChatEncoder:
 
         A chat whose template marks the answers is returned unrendered: `encode` renders it with its marks.
         """
-        (chat,) = self._chats.fit(number, row, row["messages"])
+        (chat,) = self._chats.fit_chats(number, row, row["messages"])
         messages, options = chat.messages, chat.options
         unlearned = frozenset(at for at, message in enumerate(messages) if message.get("weight") == 0)
         if self._loss_on == "assistant":
@@ -260,7 +260,7 @@ class ChatEncoder:
             inside = np.zeros(len(ids), bool)
             for start, end in chat.spans:
                 inside |= (start <= firsts) & (firsts < end)
-            encoded.append(_masked(ids, inside if chat.are_learned else ~inside))
+            encoded.append(_masked_encoding(ids, inside if chat.are_learned else ~inside))
         return encoded
 
     def _by_marks(self, chats: Sequence[_Marked]) -> list[Encoded]:
@@ -286,7 +286,7 @@ class ChatEncoder:
             for start, end in self._unlearned_marks(item):
                 last = batch.char_to_token(row, end - 1)
                 learned[batch.char_to_token(row, start) : None if last is None else last + 1] = False
-            encoded.append(_masked(ids, learned))
+            encoded.append(_masked_encoding(ids, learned))
         return encoded
 
     def _unlearned_marks(self, item: _Marked) -> list[tuple[int, int]]:
@@ -295,11 +295,11 @@ class ChatEncoder:
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if item.unlearned.isdisjoint(answers):
             return []
-        blocks = self._chats.marks(messages, options)
+        blocks = self._chats.generation_spans(messages, options)
         if len(blocks) == len(answers):
             counts = list(range(1, len(answers) + 1))
         else:  # a message may have several marks: as many as there are more after it than before
-            counts = [len(self._chats.marks(messages[: at + 1], options)) for at in answers]
+            counts = [len(self._chats.generation_spans(messages[: at + 1], options)) for at in answers]
         if counts != sorted(counts) or counts[-1] != len(blocks):
             raise TrainingFailure(
                 "config_error",
@@ -310,6 +310,6 @@ class ChatEncoder:
         return [block for at in item.unlearned & ends.keys() for block in blocks[slice(*ends[at])]]
 
 
-def _masked(ids: Sequence[int], learned: npt.NDArray[np.bool_]) -> Encoded:
+def _masked_encoding(ids: Sequence[int], learned: npt.NDArray[np.bool_]) -> Encoded:
     values = np.array(ids, np.int32)
     return Encoded(values, np.where(learned, values, np.int32(IGNORED)))

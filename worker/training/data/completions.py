@@ -22,7 +22,7 @@ class CompletionEncoder:
         """Return True for a chat, and the texts: the prompt, and the prompt with the completion."""
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, list):
-            return True, self._texts.rendered(number, row, prompt, completion)
+            return True, self._texts.render_texts(number, row, prompt, completion)
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise BadRow("prompt and completion must be two strings, or two lists of messages")
         return False, [prompt, prompt + with_eos(completion, self._eos)]
@@ -34,9 +34,9 @@ class CompletionEncoder:
             at = [number for number, (is_chat, _) in enumerate(prepared) if is_chat == are_chats]
             if not at:
                 continue
-            wholes = self._texts.ids([prepared[number][1][1] for number in at], are_chats)
+            wholes = self._texts.token_ids([prepared[number][1][1] for number in at], are_chats)
             if self.masks:
-                prompts = self._texts.ids([prepared[number][1][0] for number in at], are_chats)
+                prompts = self._texts.token_ids([prepared[number][1][0] for number in at], are_chats)
                 rows = [Encoded(ids, mask_prefix(prompt, ids)) for prompt, ids in zip(prompts, wholes, strict=True)]
             else:
                 rows = [Encoded(ids, None) for ids in wholes]
@@ -57,7 +57,7 @@ class Texts:
         # A chat template adds the special tokens itself.
         self._chat = TextTokenizer(tokenizer, add_special_tokens=False)
 
-    def rendered(self, number: int, row: dict[str, Any], prompt: Any, *answers: Any) -> list[str]:
+    def render_texts(self, number: int, row: dict[str, Any], prompt: Any, *answers: Any) -> list[str]:
         """Render a prompt of messages alone, and followed by each answer, as in TRL; a prompt may be empty.
 
         Raises:
@@ -65,13 +65,13 @@ class Texts:
         """
         if not all(isinstance(answer, list) for answer in answers):
             raise BadRow("the prompt is a list of messages, and its answer is not")
-        wholes = self.chats.fit(number, row, *(prompt + answer for answer in answers))
+        wholes = self.chats.fit_chats(number, row, *(prompt + answer for answer in answers))
         before = ""
         if prompt:
             messages, options = wholes[0].messages[: len(prompt)], wholes[0].options
             before = self.chats.render(messages, options, add_generation_prompt=True)
         return [before, *(self.chats.render(whole.messages, whole.options) for whole in wholes)]
 
-    def ids(self, texts: list[str], are_chats: bool) -> list[Any]:
+    def token_ids(self, texts: list[str], are_chats: bool) -> list[Any]:
         """Return the token ids of each text."""
         return self._chat(texts) if are_chats else self._plain(texts)

@@ -49,7 +49,7 @@ class Tokens:
     """True if an earlier run made the tokens."""
 
 
-def split(count: int, part: float, seed: int) -> tuple[list[int], list[int]]:
+def split_rows(count: int, part: float, seed: int) -> tuple[list[int], list[int]]:
     """Split `count` row numbers into training and held-out rows, both in file order; at least one in each."""
     if count < 2:
         raise TrainingFailure("bad_data", "`eval_split` needs at least two rows.")
@@ -58,7 +58,7 @@ def split(count: int, part: float, seed: int) -> tuple[list[int], list[int]]:
     return [row for row in range(count) if row not in chosen], sorted(chosen)
 
 
-def tokenize(
+def tokenize_file(
     path: str,
     data_format: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -82,7 +82,7 @@ def tokenize(
         TrainingFailure: `bad_data` that names the rows.
     """
     loss_on = loss_tokens(config, data_format)
-    encoder = _encoder(path, data_format, tokenizer, loss_on, vocabulary or len(tokenizer))
+    encoder = _encoder_for(path, data_format, tokenizer, loss_on, vocabulary or len(tokenizer))
     strategy = config.trainer_options.packing_strategy if config.packing else None
     parts = {
         "version": VERSION,
@@ -102,13 +102,13 @@ def tokenize(
         names.append("seq_lengths")
     schema = pa.schema([(name, _INTS) for name in names])
 
-    def build(write: Write) -> dict[str, Any]:
-        made = Sequences(write, schema, max_length, strategy)
+    def write_sequences(write: Write) -> dict[str, Any]:
+        sequences = Sequences(write, schema, max_length, strategy)
         read = reader.encode_rows(path, encoder, chosen=chosen, progress=progress, purpose=purpose)
-        facts = _build_sequences(made, read, config.truncation_mode, purpose)
+        facts = _build_sequences(sequences, read, config.truncation_mode, purpose)
         return {**facts, "remarks": [*facts["remarks"], *encoder.remarks(facts["rows"])]}
 
-    entry = (cache or TokenCache()).entry(parts if sha256 else None, schema, build)
+    entry = (cache or TokenCache()).get_or_build(parts if sha256 else None, schema, write_sequences)
     facts, table = entry.facts, entry.table
     if entry.from_cache:
         progress(facts["rows"], facts["rows"])
@@ -143,12 +143,12 @@ class RowIdCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self._collate(examples)
         batch["rows"] = [row for example in examples for row in example["rows"]]
-        if (borders := _borders(batch)) is not None:
+        if (borders := _text_borders(batch)) is not None:
             batch[BORDERS] = borders
         return batch
 
 
-def _borders(batch: Mapping[str, Any]) -> list[int] | None:
+def _text_borders(batch: Mapping[str, Any]) -> list[int] | None:
     """Return the borders of the texts in a sequence; None if there are none, or a plugin has changed the batch.
 
     Masks follow the positions, so the borders are those of the positions.
@@ -163,7 +163,7 @@ def _borders(batch: Mapping[str, Any]) -> list[int] | None:
     return borders if borders == lengths.tolist() else None
 
 
-def _encoder(
+def _encoder_for(
     path: str, data_format: str, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn, vocabulary: int
 ) -> TextsEncoder:
     if data_format == "chat":
@@ -178,28 +178,28 @@ def _encoder(
 
 
 def _build_sequences(
-    made: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str
+    sequences: Sequences, read: Iterable[tuple[int, Encoded]], truncation_mode: str, purpose: str
 ) -> dict[str, Any]:
     """Make all sequences from `read`, and return the fields of `Tokens` that describe them."""
-    limit = slice(-made.room, None) if truncation_mode == "keep_end" else slice(made.room)
+    limit = slice(-sequences.room, None) if truncation_mode == "keep_end" else slice(sequences.room)
     done, cut, masked = 0, NotedRows(), NotedRows()
     for number, encoded in read:
         done += 1
-        if len(encoded.ids) > made.room and made.strategy != "wrapped":
+        if len(encoded.ids) > sequences.room and sequences.strategy != "wrapped":
             cut.add(number)
             encoded = encoded.cut(limit)
         # The first token of a text is never predicted. `wrapped` keeps texts without tokens to learn in its stream.
-        if made.strategy == "wrapped" or encoded.teaches:
-            made.add(number, encoded)
+        if sequences.strategy == "wrapped" or encoded.teaches:
+            sequences.add_row(number, encoded)
         else:
             masked.add(number)
-    made.finish()
-    if not made.teaches:
-        why = f"no row has a token to learn within {made.room} tokens" if done else "it has no rows"
+    sequences.write_rows()
+    if not sequences.teaches:
+        why = f"no row has a token to learn within {sequences.room} tokens" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {purpose} data: {why}.")
     end = "end" if truncation_mode == "keep_start" else "start"
     remarks = [
-        *cut.remarks(done, f"{{n}} rows are longer than {made.room} tokens and were cut at the {end}."),
+        *cut.remarks(done, f"{{n}} rows are longer than {sequences.room} tokens and were cut at the {end}."),
         *masked.remarks(done, "{n} rows were left out: no token to learn remains after truncation."),
     ]
-    return {"rows": made.rows, "tokens": made.tokens, "remarks": remarks, "highest_id": made.highest_id}
+    return {"rows": sequences.rows, "tokens": sequences.tokens, "remarks": remarks, "highest_id": sequences.highest_id}

@@ -67,7 +67,7 @@ def best_fit(lengths: Ints, room: int) -> Packs:
     return Packs(order, texts, ends[texts])
 
 
-def wrapped(lengths: Ints, room: int) -> Packs:
+def pack_wrapped(lengths: Ints, room: int) -> Packs:
     """Pack as one stream, cut every `room` tokens (TRL's `wrapped`); no room is unused, and texts are cut anywhere.
 
     Texts in a sequence are *not* separated: positions count through all of it, and a token attends to every earlier
@@ -94,7 +94,7 @@ def one_per_sequence(lengths: Ints) -> Packs:
     return Packs(texts[:-1], texts, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
 
-def reorder(values: Ints, lengths: Ints, order: npt.NDArray[np.int64]) -> Ints:
+def reorder_values(values: Ints, lengths: Ints, order: npt.NDArray[np.int64]) -> Ints:
     """Reorder the concatenated values of texts to the `order` of the texts; `lengths` has those of the texts."""
     taken = lengths[order].astype(np.int64)
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -117,15 +117,15 @@ class Sequences:
         self._numbers: list[int] = []
         self._encoded: list[Encoded] = []
 
-    def add(self, number: int, encoded: Encoded) -> None:
+    def add_row(self, number: int, encoded: Encoded) -> None:
         """Add the row with this number."""
         self.rows += 1
         self._numbers.append(number)
         self._encoded.append(encoded)
         if len(self._numbers) == ROWS_AT_A_TIME:
-            self.finish()
+            self.write_rows()
 
-    def finish(self) -> None:
+    def write_rows(self) -> None:
         """Write the rows added since the last call."""
         texts = [(number, one) for number, one in zip(self._numbers, self._encoded, strict=True) if len(one.ids)]
         self._numbers, self._encoded = [], []
@@ -133,7 +133,7 @@ class Sequences:
             return
         numbers = np.array([number for number, _ in texts], np.int32)
         lengths = np.array([len(one.ids) for _, one in texts], np.int32)
-        packs = self._packs(lengths)
+        packs = self._pack_texts(lengths)
         columns: dict[str, Ints] = {"input_ids": np.concatenate([one.ids for _, one in texts])}
         labels = [one.labels for _, one in texts if one.labels is not None]
         if labels:
@@ -141,23 +141,23 @@ class Sequences:
         self.tokens += len(columns["input_ids"])
         self.highest_id = max(self.highest_id, int(columns["input_ids"].max()))
         if self.strategy == "bfd":
-            columns = {name: reorder(values, lengths, packs.order) for name, values in columns.items()}
+            columns = {name: reorder_values(values, lengths, packs.order) for name, values in columns.items()}
         predicted = columns.get("labels", columns["input_ids"]) != IGNORED
         predicted[packs.tokens[:-1]] = False
         self.teaches = self.teaches or bool(predicted.any())
-        arrays = {name: _lists(values, packs.tokens) for name, values in columns.items()}
-        arrays["rows"] = _lists(numbers[packs.order], packs.texts)
+        arrays = {name: _list_array(values, packs.tokens) for name, values in columns.items()}
+        arrays["rows"] = _list_array(numbers[packs.order], packs.texts)
         if self.strategy == "bfd":
-            arrays["seq_lengths"] = _lists(lengths[packs.order], packs.texts)
+            arrays["seq_lengths"] = _list_array(lengths[packs.order], packs.texts)
         self._write(pa.RecordBatch.from_arrays([arrays[name] for name in self._schema.names], schema=self._schema))
 
-    def _packs(self, lengths: Ints) -> Packs:
+    def _pack_texts(self, lengths: Ints) -> Packs:
         if self.strategy == "bfd":
             return best_fit(lengths, self.room)
         if self.strategy == "wrapped":
-            return wrapped(lengths, self.room)
+            return pack_wrapped(lengths, self.room)
         return one_per_sequence(lengths)
 
 
-def _lists(values: Ints, ends: npt.NDArray[np.int64]) -> pa.ListArray:
+def _list_array(values: Ints, ends: npt.NDArray[np.int64]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values, pa.int32()))

@@ -81,16 +81,16 @@ class AnswerEncoder:
             return False, [prompt, *(prompt + tokenization.with_eos(answer, self._eos) for answer in answers)]
         if not prompt and self._needs_prompt:
             raise BadRow("its answers have no message in common, so there is no prompt to compare answers to")
-        return True, self._texts.rendered(number, row, prompt, *answers)
+        return True, self._texts.render_texts(number, row, prompt, *answers)
 
     def encode(self, prepared: Sequence[tuple[bool, list[str]]]) -> list[tuple[Ints, ...]]:
         """Return for each row the token ids of the prompt, and those of each answer."""
-        found = []
+        encoded = []
         for is_chat, texts in prepared:
-            before, *wholes = self._texts.ids(texts, is_chat)
+            before, *wholes = self._texts.token_ids(texts, is_chat)
             start = min(_common_prefix(before, whole) for whole in wholes)
-            found.append((before[:start], *(whole[start:] for whole in wholes)))
-        return found
+            encoded.append((before[:start], *(whole[start:] for whole in wholes)))
+        return encoded
 
     def remarks(self, total: int) -> list[Remark]:
         """Return remarks about the rows that were prepared, of `total`."""
@@ -142,12 +142,12 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return {"prompt": prompt, "answer": answer}, prompt
         chats, opens = self._texts.chats, {"add_generation_prompt": True}
-        (chat,) = chats.fit(number, row, prompt, **opens)
+        (chat,) = chats.fit_chats(number, row, prompt, **opens)
         return {"prompt": chat.messages, "answer": answer}, chats.render(chat.messages, chat.options, **opens)
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
         """Return each row with the token ids of its prompt."""
-        return [(row, self._texts.ids([text], not isinstance(row["prompt"], str))[0]) for row, text in prepared]
+        return [(row, self._texts.token_ids([text], not isinstance(row["prompt"], str))[0]) for row, text in prepared]
 
     def remarks(self, total: int) -> list[Remark]:
         """Return remarks about the rows that were prepared, of `total`."""
@@ -176,7 +176,7 @@ def read_preferences(
     """
     keeps_start = truncation_mode == "keep_start"
 
-    def kept(pair: Pair) -> dict[str, Ints] | None:
+    def to_columns(pair: Pair) -> dict[str, Ints] | None:
         if keeps_start and len(pair.prompt) >= max_length:
             return None
         return {"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
@@ -188,8 +188,8 @@ def read_preferences(
     end = "end" if keeps_start else "start"
     encoder = AnswerEncoder(tokenizer, "chosen", "rejected")
     schema = pa.schema([(name, IDS) for name in ("prompt_ids", "chosen_ids", "rejected_ids", "rows")])
-    return _pairs(
-        source, tokenizer, encoder, made_from, schema, kept,
+    return _read_pairs(
+        source, tokenizer, encoder, made_from, schema, to_columns,
         left_out=f"the prompt alone fills the {max_length} tokens",
         cut=(is_cut, f"pairs are longer than {max_length} tokens: cut at the {end}"),
     )  # fmt: skip
@@ -206,7 +206,7 @@ def read_comparisons(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, m
     """
     margin = [("margin", pa.float32())] if reader.has_margins(source.path) else []
 
-    def kept(pair: Pair) -> dict[str, Any] | None:
+    def to_columns(pair: Pair) -> dict[str, Any] | None:
         if len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) > max_length:
             return None
         answers = {"chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
@@ -216,7 +216,9 @@ def read_comparisons(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, m
     made_from = {"method": "reward", "max_length": max_length}
     left_out = f"one of the two is longer than {max_length} tokens"
     schema = pa.schema([("chosen_ids", IDS), ("rejected_ids", IDS), *margin, ("rows", IDS)])
-    return _pairs(source, tokenizer, ComparisonEncoder(tokenizer), made_from, schema, kept, left_out=left_out)
+    return _read_pairs(
+        source, tokenizer, ComparisonEncoder(tokenizer), made_from, schema, to_columns, left_out=left_out
+    )
 
 
 def read_prompts(
@@ -259,37 +261,39 @@ def read_prompts(
     return Pairs(Dataset.from_list(taken, features=features), len(taken), tokens, highest, remarks)
 
 
-def _pairs(
+def _read_pairs(
     source: RowSource,
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder[tuple[Any, ...]],
     made_from: dict[str, Any],
     schema: pa.Schema,
-    kept: Callable[[Pair], dict[str, Any] | None],
+    to_columns: Callable[[Pair], dict[str, Any] | None],
     *,
     left_out: str,
     cut: tuple[Callable[[Pair], bool], str] | None = None,
 ) -> Pairs:
     equal, longer = NotedRows(), NotedRows()
 
-    def noted(number: int, encoded: tuple[Any, ...]) -> dict[str, Any] | None:
+    def columns_of_row(number: int, encoded: tuple[Any, ...]) -> dict[str, Any] | None:
         pair = Pair(*encoded)
-        found = kept(pair)
-        if found is not None:
+        columns = to_columns(pair)
+        if columns is not None:
             if np.array_equal(pair.chosen, pair.rejected):
                 equal.add(number)
             if cut is not None and cut[0](pair):
                 longer.add(number)
-        return found
+        return columns
 
-    def remarks(rows: int) -> list[Remark]:
+    def pair_remarks(rows: int) -> list[Remark]:
         same = "In {n} pairs both answers are the same, so the model learns nothing from them."
         return [*(longer.remarks(rows, f"{{n}} {cut[1]}.") if cut else []), *equal.remarks(rows, same)]
 
-    return tokenize(source, tokenizer, encoder, made_from, schema, noted, left_out=left_out, remarks=remarks)
+    return tokenize_rows(
+        source, tokenizer, encoder, made_from, schema, columns_of_row, left_out=left_out, remarks=pair_remarks
+    )
 
 
-def tokenize(
+def tokenize_rows(
     source: RowSource,
     tokenizer: PreTrainedTokenizerBase,
     encoder: Encoder[Example],
@@ -311,19 +315,19 @@ def tokenize(
     """
     numbers = None if source.chosen is None else hashlib.sha256(np.array(source.chosen, "<i8").tobytes()).hexdigest()
 
-    def build(write: Write) -> dict[str, Any]:
+    def write_table(write: Write) -> dict[str, Any]:
         table = _Table(write, schema)
         done, skipped = 0, NotedRows()
         for number, example in reader.encode_rows(
             source.path, encoder, chosen=source.chosen, progress=source.progress, purpose=source.purpose
         ):
             done += 1
-            found = columns(number, example)
-            if found is not None:
-                table.add(number, found)
+            row_columns = columns(number, example)
+            if row_columns is not None:
+                table.add_row(number, row_columns)
             else:
                 skipped.add(number)
-        table.finish()
+        table.write_rows()
         _check_not_empty(table.rows, done, source, left_out)
         warnings = _left_out_remark(skipped, done, left_out) + remarks(table.rows) + encoder.remarks(done)
         return {"rows": table.rows, "tokens": table.tokens, "highest_id": table.highest_id, "remarks": warnings}
@@ -332,7 +336,7 @@ def tokenize(
         **made_from, "version": VERSION, "data": source.sha256, "rows": numbers,
         "tokenizer": tokenization.tokenizer_digest(tokenizer),
     }  # fmt: skip
-    entry = source.cache.entry(parts if source.sha256 else None, schema, build)
+    entry = source.cache.get_or_build(parts if source.sha256 else None, schema, write_table)
     if entry.from_cache:
         source.progress(entry.facts["rows"], entry.facts["rows"])
     # Without a fingerprint, `Dataset` would compute one by serializing the whole table.
@@ -349,7 +353,7 @@ class _Table:
         self._answers = len(answer_columns(schema.names))
         self.rows = self.tokens = self.highest_id = 0
 
-    def add(self, number: int, columns: dict[str, Any]) -> None:
+    def add_row(self, number: int, columns: dict[str, Any]) -> None:
         for name, value in columns.items():
             self._columns[name].append(value)
             if name.endswith("_ids"):
@@ -359,9 +363,9 @@ class _Table:
         self._columns["rows"].append([number])
         self.rows += 1
         if self.rows % _ROWS_AT_ONCE == 0:
-            self.finish()
+            self.write_rows()
 
-    def finish(self) -> None:
+    def write_rows(self) -> None:
         arrays = [pa.array(self._columns[field.name], type=field.type) for field in self._schema]
         self._write(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         for values in self._columns.values():
@@ -375,8 +379,8 @@ def _common_prefix(some: Ints, other: Ints) -> int:
     return int(apart[0]) if len(apart) else length
 
 
-def _check_not_empty(kept: int, done: int, source: RowSource, why: str) -> None:
-    if not kept:
+def _check_not_empty(usable: int, done: int, source: RowSource, why: str) -> None:
+    if not usable:
         reason = f"in all {done} rows {why}" if done else "it has no rows"
         raise TrainingFailure("bad_data", f"There is nothing to train on in the {source.purpose} data: {reason}.")
 

@@ -23,11 +23,11 @@ class TokenizedEncoder:
 
     def prepare(self, row: dict[str, Any], number: int) -> Encoded:
         """Check a row, and return its tokens and labels."""
-        ids = self._ints(row, "input_ids")
-        labels = ids.copy() if row.get("labels") is None else self._ints(row, "labels", len(ids))
+        ids = self._read_ints(row, "input_ids")
+        labels = ids.copy() if row.get("labels") is None else self._read_ints(row, "labels", len(ids))
         mask = np.ones(len(ids), bool)
         if row.get("attention_mask") is not None:
-            mask = self._ints(row, "attention_mask", len(ids)) != 0
+            mask = self._read_ints(row, "attention_mask", len(ids)) != 0
         for name, values in (("input_ids", ids[mask]), ("labels", labels[mask & (labels != IGNORED)])):
             if len(values) and not 0 <= int(values.min()) <= int(values.max()) < self._vocabulary:
                 outside = next(int(value) for value in values if not 0 <= value < self._vocabulary)
@@ -45,7 +45,7 @@ class TokenizedEncoder:
         """Return no remarks: a row is used as it is."""
         return []
 
-    def _ints(self, row: dict[str, Any], name: str, length: int | None = None) -> Ints:
+    def _read_ints(self, row: dict[str, Any], name: str, length: int | None = None) -> Ints:
         try:
             # With the type of the tokens, numbers with a fraction, which a plugin may return, would be cut.
             is_whole = np.array(row[name]).dtype.kind == "i"

@@ -34,8 +34,8 @@ class RatedEncoder:
 
     def encode(self, prepared: Sequence[tuple[bool, tuple[bool, list[str]]]]) -> list[tuple[bool, Ints, Ints]]:
         """Return the label of each row, and the token ids of its prompt and of its completion."""
-        found = self._answers.encode([texts for _, texts in prepared])
-        return [(label, prompt, answer) for (label, _), (prompt, answer) in zip(prepared, found, strict=True)]
+        encoded = self._answers.encode([texts for _, texts in prepared])
+        return [(label, prompt, answer) for (label, _), (prompt, answer) in zip(prepared, encoded, strict=True)]
 
     def remarks(self, total: int) -> list[Remark]:
         """Return remarks about the rows that were prepared, of `total`."""
@@ -52,7 +52,7 @@ def rated_answers(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_
     """
     longer = NotedRows()
 
-    def columns(number: int, row: tuple[bool, Ints, Ints]) -> dict[str, Any] | None:
+    def to_columns(number: int, row: tuple[bool, Ints, Ints]) -> dict[str, Any] | None:
         label, prompt, answer = row
         if len(prompt) >= max_length:
             return None
@@ -60,16 +60,16 @@ def rated_answers(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_
             longer.add(number)
         return {"prompt_ids": prompt, "completion_ids": answer, "label": label}
 
-    def remarks(rows: int) -> list[Remark]:
+    def length_remarks(rows: int) -> list[Remark]:
         return longer.remarks(rows, f"{{n}} rows are longer than {max_length} tokens: cut at the end.")
 
-    found = preferences.tokenize(
-        source, tokenizer, RatedEncoder(tokenizer), {"method": "kto", "max_length": max_length}, _SCHEMA, columns,
-        left_out=f"the prompt alone fills the {max_length} tokens", remarks=remarks,
+    pairs = preferences.tokenize_rows(
+        source, tokenizer, RatedEncoder(tokenizer), {"method": "kto", "max_length": max_length}, _SCHEMA, to_columns,
+        left_out=f"the prompt alone fills the {max_length} tokens", remarks=length_remarks,
     )  # fmt: skip
     if source.purpose == "training":
-        _check_labels(found.dataset)
-    return dataclasses.replace(found, dataset=with_kl_answers(found.dataset, batch_size))
+        _check_labels(pairs.dataset)
+    return dataclasses.replace(pairs, dataset=with_kl_answers(pairs.dataset, batch_size))
 
 
 def with_kl_answers(data: Dataset, batch_size: int) -> Dataset:

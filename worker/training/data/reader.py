@@ -64,12 +64,12 @@ def _any_row(path: str, key: bytes, condition: Callable[[Any], bool]) -> bool:
     """Return True if a row of a file meets a condition, which only rows with `key` in their text can."""
     try:
         with open(path, "rb") as file:  # noqa: PTH123
-            return any(key in raw and _meets(raw, condition) for raw in file)
+            return any(key in raw and _meets_condition(raw, condition) for raw in file)
     except FileNotFoundError:
         return False  # reported when the rows are read
 
 
-def _meets(raw: bytes, condition: Callable[[Any], bool]) -> bool:
+def _meets_condition(raw: bytes, condition: Callable[[Any], bool]) -> bool:
     try:
         return condition(json.loads(raw))
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
@@ -86,23 +86,23 @@ def encode_rows(
     Raises:
         TrainingFailure: `bad_data` that names the rows which cannot be used, after all rows have been read.
     """
-    wanted = None if chosen is None else set(chosen)
+    numbers = None if chosen is None else set(chosen)
     total = count_rows(path) if chosen is None else len(chosen)
     bad = _BadRows()
     done = 0
     reported_at = 0.0
 
-    def counted() -> Iterator[_Row]:
+    def counted_rows() -> Iterator[_Row]:
         nonlocal done, reported_at
-        for row in _read(path, bad):
-            if wanted is None or row.number in wanted:
+        for row in _read_rows(path, bad):
+            if numbers is None or row.number in numbers:
                 done += 1
                 if time.monotonic() - reported_at > _SECONDS_BETWEEN_PROGRESS:
                     reported_at = time.monotonic()
                     progress(done, total)
                 yield row
 
-    for number, result in _encoded(counted(), encoder, bad):
+    for number, result in _encode_in_threads(counted_rows(), encoder, bad):
         if not bad.count:
             yield number, result
     if bad.count:
@@ -117,7 +117,7 @@ class _BadRows:
     count: int = 0
     first: list[tuple[int, str]] = field(default_factory=list)
 
-    def note(self, line: int, why: str) -> None:
+    def add_row(self, line: int, why: str) -> None:
         self.count += 1
         # Rows are encoded in groups, so errors do not arrive in file order.
         self.first = sorted([*self.first, (line, why)])[:_MAX_BAD_ROWS_NAMED]
@@ -140,7 +140,7 @@ _Outcome: TypeAlias = tuple[_Row, Result | None, str | None]
 """A row, and its encoding or the reason why it has none."""
 
 
-def _read(path: str, bad: _BadRows) -> Iterator[_Row]:
+def _read_rows(path: str, bad: _BadRows) -> Iterator[_Row]:
     number = 0
     with open(path, "rb") as file:  # noqa: PTH123
         for line, raw in enumerate(file, start=1):
@@ -150,31 +150,31 @@ def _read(path: str, bad: _BadRows) -> Iterator[_Row]:
             try:
                 row = json.loads(raw)
             except (ValueError, RecursionError) as error:
-                bad.note(line, f"not JSON ({error})")
+                bad.add_row(line, f"not JSON ({error})")
                 continue
             if not isinstance(row, dict):
-                bad.note(line, "not an object")
+                bad.add_row(line, "not an object")
                 continue
             yield _Row(number - 1, line, len(raw), row)
 
 
-def _encoded(rows: Iterator[_Row], encoder: Encoder[Result], bad: _BadRows) -> Iterator[tuple[int, Result]]:
+def _encode_in_threads(rows: Iterator[_Row], encoder: Encoder[Result], bad: _BadRows) -> Iterator[tuple[int, Result]]:
     """Yield the number and encoding of each usable row; the next rows are read while some are encoded."""
     pending: deque[Future[list[_Outcome[Result]]]] = deque()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="tokens") as pool:
         try:
-            for group in _groups(rows, encoder, bad):
-                pending.append(pool.submit(_encode, group, encoder))
+            for group in _row_groups(rows, encoder, bad):
+                pending.append(pool.submit(_encode_group, group, encoder))
                 if len(pending) > _THREADS:
-                    yield from _usable(pending.popleft().result(), bad)
+                    yield from _usable_results(pending.popleft().result(), bad)
             while pending:
-                yield from _usable(pending.popleft().result(), bad)
+                yield from _usable_results(pending.popleft().result(), bad)
         finally:
             for future in pending:
                 future.cancel()
 
 
-def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Iterator[list[tuple[_Row, Any]]]:
+def _row_groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Iterator[list[tuple[_Row, Any]]]:
     """Yield the rows that are encoded in one call, each with its prepared form."""
     group: list[tuple[_Row, Any]] = []
     size = 0
@@ -182,7 +182,7 @@ def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Itera
         try:
             group.append((row, encoder.prepare(row.content, row.number)))
         except _UNUSABLE as error:
-            bad.note(row.line, _reason(error))
+            bad.add_row(row.line, _bad_row_reason(error))
             continue
         size += row.bytes
         if len(group) == _ROWS_AT_ONCE or size > _BYTES_AT_ONCE:
@@ -192,24 +192,24 @@ def _groups(rows: Iterator[_Row], encoder: Encoder[Any], bad: _BadRows) -> Itera
         yield group
 
 
-def _encode(group: list[tuple[_Row, Any]], encoder: Encoder[Result]) -> list[_Outcome[Result]]:
+def _encode_group(group: list[tuple[_Row, Any]], encoder: Encoder[Result]) -> list[_Outcome[Result]]:
     """Return the encoding of each row, or the reason why it has none."""
     try:
-        found = encoder.encode([prepared for _, prepared in group])
-        return [(row, result, None) for (row, _), result in zip(group, found, strict=True)]
+        results = encoder.encode([prepared for _, prepared in group])
+        return [(row, result, None) for (row, _), result in zip(group, results, strict=True)]
     except _UNUSABLE as error:
         if len(group) == 1:
-            return [(group[0][0], None, _reason(error))]
-    return [_encode([one], encoder)[0] for one in group]  # finds the bad row
+            return [(group[0][0], None, _bad_row_reason(error))]
+    return [_encode_group([one], encoder)[0] for one in group]  # finds the bad row
 
 
-def _usable(outcomes: list[_Outcome[Result]], bad: _BadRows) -> Iterator[tuple[int, Result]]:
+def _usable_results(outcomes: list[_Outcome[Result]], bad: _BadRows) -> Iterator[tuple[int, Result]]:
     for row, result, why in outcomes:
         if why is not None:
-            bad.note(row.line, why)
+            bad.add_row(row.line, why)
         elif result is not None:
             yield row.number, result
 
 
-def _reason(error: Exception) -> str:
+def _bad_row_reason(error: Exception) -> str:
     return f"field {error} is missing" if isinstance(error, KeyError) else str(error)

@@ -48,44 +48,44 @@ class SequenceShareCollator:
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the part of a batch, with `shift_labels`, positions, and the `WholeSequences`."""
-        made = self._collate(examples)
-        ids, labels = made["input_ids"], made["labels"]
+        batch = self._collate(examples)
+        ids, labels = batch["input_ids"], batch["labels"]
         length = ids.shape[1]
         missing = -length % self._count
-        targets = _padded(
+        targets = _pad_right(
             torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)], dim=1), missing, IGNORED
         )
-        mask = made.get("attention_mask", torch.ones_like(ids))
-        is_packed = "position_ids" in made
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        is_packed = "position_ids" in batch
         if is_packed:  # padding is one more text
-            positions = torch.cat([made["position_ids"], torch.arange(missing).expand(len(ids), -1)], dim=1)
+            positions = torch.cat([batch["position_ids"], torch.arange(missing).expand(len(ids), -1)], dim=1)
         else:
             positions = torch.arange(length + missing)[None]
         own = slice(*((length + missing) * part // self._count for part in (self._part, self._part + 1)))
         return {
-            "input_ids": _padded(ids, missing, self._pad_token_id)[:, own],
-            "attention_mask": _padded(mask, missing, 0)[:, own],
+            "input_ids": _pad_right(ids, missing, self._pad_token_id)[:, own],
+            "attention_mask": _pad_right(mask, missing, 0)[:, own],
             "position_ids": positions[:, own],
-            "labels": _padded(labels, missing, IGNORED)[:, own].clone(),
+            "labels": _pad_right(labels, missing, IGNORED)[:, own].clone(),
             "shift_labels": targets[:, own].clone(),
-            "rows": made["rows"] if self._part == 0 else [],
+            "rows": batch["rows"] if self._part == 0 else [],
             # No token before the padding attends to it, so it needs no mask where there was none.
             WHOLE: WholeSequences(
-                positions, None if is_packed else _padded(mask, missing, 1), _kernel_options(made, missing)
+                positions, None if is_packed else _pad_right(mask, missing, 1), _kernel_options(batch, missing)
             ),
         }
 
 
-def _kernel_options(made: Mapping[str, Any], missing: int) -> dict[str, Any]:
+def _kernel_options(batch: Mapping[str, Any], missing: int) -> dict[str, Any]:
     """Return the borders of the texts with that of the padding."""
-    if "cu_seq_lens_q" not in made:
+    if "cu_seq_lens_q" not in batch:
         return {}
-    borders, longest = made["cu_seq_lens_q"], made["max_length_q"]
+    borders, longest = batch["cu_seq_lens_q"], batch["max_length_q"]
     if missing:
         borders = torch.cat([borders, borders[-1:] + missing])
     longest = max(longest, missing)
     return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": longest, "max_length_k": longest}
 
 
-def _padded(tensor: torch.Tensor, missing: int, value: int) -> torch.Tensor:
+def _pad_right(tensor: torch.Tensor, missing: int, value: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, missing), value=value)

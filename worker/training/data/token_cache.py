@@ -113,7 +113,7 @@ class TokenCache:
             wait_for_maker=wait_for_maker,
         )
 
-    def entry(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
+    def get_or_build(self, parts: Mapping[str, Any] | None, schema: pa.Schema, build: Build) -> Entry:
         """Return the entry of an earlier run with the same `parts`, or make it with `build`.
 
         Any exception of `build` is raised unchanged, and nothing is kept then.
@@ -129,24 +129,24 @@ class TokenCache:
         made_from = json.dumps({"layout": _LAYOUT, "columns": schema.names, "parts": parts}, sort_keys=True)
         name = hashlib.sha256(made_from.encode()).hexdigest()
         path = self._folder / f"{name}.tokens"
-        found = self._lookup(path, made_from)
-        if found is None and self._wait_for_maker is not None:
+        stored = self._read_stored(path, made_from)
+        if stored is None and self._wait_for_maker is not None:
             self._wait_for_maker()
-            found = self._lookup(path, made_from)
-        if found is not None:
-            return Entry(*found, name, from_cache=True)
+            stored = self._read_stored(path, made_from)
+        if stored is not None:
+            return Entry(*stored, name, from_cache=True)
         try:
-            self._sweep(self._folder)
-            made = self._make(path, made_from, schema, build)
-            self._evict(self._folder)
+            self._remove_drafts(self._folder)
+            built = self._build_entry(path, made_from, schema, build)
+            self._evict_entries(self._folder)
         except _WriteFailed as failed:
             self._warn(
                 f"The tokens cannot be cached for later runs: {failed.__cause__}. This run keeps them in memory."
             )
             return _in_memory(name, schema, build)
-        return Entry(*made, name, from_cache=False)
+        return Entry(*built, name, from_cache=False)
 
-    def _lookup(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
+    def _read_stored(self, path: Path, made_from: str) -> tuple[pa.Table, dict[str, Any]] | None:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -155,18 +155,20 @@ class TokenCache:
             self._warn(f"The tokens of an earlier run cannot be read ({error.strerror}) and are made again.")
             return None
         try:
-            found = _read(descriptor, made_from, self._alive)
+            stored = _read_entry(descriptor, made_from, self._alive)
         except (_CorruptEntry, OSError) as error:
             self._warn(f"The tokens of an earlier run are corrupt ({error}) and are made again.")
             return None
         else:
             with suppress(OSError):  # sets the time of last use, for `_evict`; fails for a read-only user
                 os.utime(descriptor)
-            return found
+            return stored
         finally:
             os.close(descriptor)
 
-    def _make(self, path: Path, made_from: str, schema: pa.Schema, build: Build) -> tuple[pa.Table, dict[str, Any]]:
+    def _build_entry(
+        self, path: Path, made_from: str, schema: pa.Schema, build: Build
+    ) -> tuple[pa.Table, dict[str, Any]]:
         draft = path.with_name(f"{secrets.token_hex(8)}.draft")
         reserve = DiskReserve(path.parent, self._disk_reserve_bytes)
         with _write_errors():
@@ -178,27 +180,27 @@ class TokenCache:
                 stream = pa.OSFile(str(draft), "wb")
                 writer = pa.ipc.new_stream(stream, schema)
 
-            def write(batch: pa.RecordBatch) -> None:
+            def write_batch(batch: pa.RecordBatch) -> None:
                 with _write_errors():
                     reserve.ensure_room(batch.nbytes)
                     writer.write_batch(batch)
 
-            facts = build(write)
+            facts = build(write_batch)
             with _write_errors():
                 writer.close()
                 stream.close()
-                _seal(descriptor, json.dumps({"made_from": made_from, "facts": facts}).encode(), self._alive)
+                _append_digest(descriptor, json.dumps({"made_from": made_from, "facts": facts}).encode(), self._alive)
                 os.fsync(descriptor)
-                made = _read(descriptor, made_from, self._alive)
+                built = _read_entry(descriptor, made_from, self._alive)
                 # The rename need not survive a power failure: without it, the tokens are made again.
                 draft.rename(path)
-            return made
+            return built
         finally:
             with suppress(OSError):
                 draft.unlink()
             os.close(descriptor)
 
-    def _sweep(self, folder: Path) -> None:
+    def _remove_drafts(self, folder: Path) -> None:
         """Remove the drafts of killed runs, whose locks the kernel has released."""
         for draft in folder.glob("*.draft"):
             with suppress(OSError):
@@ -209,7 +211,7 @@ class TokenCache:
                 finally:
                     os.close(descriptor)
 
-    def _evict(self, folder: Path) -> None:
+    def _evict_entries(self, folder: Path) -> None:
         """Remove the least recently used entries until the size limit is met."""
         entries = []
         for path in folder.glob("*.tokens"):
@@ -239,18 +241,18 @@ def _in_memory(name: str, schema: pa.Schema, build: Build) -> Entry:
     return Entry(pa.Table.from_batches(batches, schema), facts, name, from_cache=False)
 
 
-def _seal(descriptor: int, metadata: bytes, alive: HeartbeatCallback) -> None:
+def _append_digest(descriptor: int, metadata: bytes, alive: HeartbeatCallback) -> None:
     """Append the JSON `metadata` about a table, and the digest, to its file."""
     size = os.fstat(descriptor).st_size
     end = metadata + _LENGTH.pack(len(metadata))
-    digest = _digest(descriptor, size, alive)
+    digest = _digest_file(descriptor, size, alive)
     digest.update(end)
     end += digest.digest()
     if os.pwrite(descriptor, end, size) < len(end):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _read(descriptor: int, made_from: str, alive: HeartbeatCallback) -> tuple[pa.Table, dict[str, Any]]:
+def _read_entry(descriptor: int, made_from: str, alive: HeartbeatCallback) -> tuple[pa.Table, dict[str, Any]]:
     """Table and facts of an open entry, the table still in its file.
 
     Raises:
@@ -264,7 +266,7 @@ def _read(descriptor: int, made_from: str, alive: HeartbeatCallback) -> tuple[pa
     if metadata_end < 0:
         raise _CorruptEntry("truncated")
     # Read and not only mapped: an I/O error raises here, but would kill the process (SIGBUS) in a mapping.
-    digest = _digest(descriptor, status.st_size - _DIGEST_BYTES, alive).digest()
+    digest = _digest_file(descriptor, status.st_size - _DIGEST_BYTES, alive).digest()
     mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
     if mapped[-_DIGEST_BYTES:] != digest:
         raise _CorruptEntry("its digest does not match")
@@ -279,7 +281,7 @@ def _read(descriptor: int, made_from: str, alive: HeartbeatCallback) -> tuple[pa
         raise _CorruptEntry(str(error)) from error
 
 
-def _digest(descriptor: int, size: int, alive: HeartbeatCallback) -> Any:
+def _digest_file(descriptor: int, size: int, alive: HeartbeatCallback) -> Any:
     """Compute the XXH3 hash of the first `size` bytes of a file; the result accepts more updates.
 
     Raises:

@@ -97,8 +97,8 @@ class TextTokenizer:
     def __call__(self, texts: Sequence[str]) -> list[Ints]:
         """Return the token ids of each text, as the tokenizer returns them for that text alone."""
         if self._backend is not None:
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
-            return [np.array(one.ids, np.int32) for one in found]
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
+            return [np.array(one.ids, np.int32) for one in encodings]
         with self._lock:
             plain = self._tokenizer(list(texts), add_special_tokens=self._add_special_tokens, verbose=False)
         return [np.array(ids, np.int32) for ids in plain["input_ids"]]

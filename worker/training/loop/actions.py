@@ -41,11 +41,11 @@ class Actions:
         """Requests that the last started checkpoint answers."""
         self._evaluations: list[ActionRequest] = []
         self._do: dict[str, Callable[[ActionRequest, TrainerControl], None]] = {
-            "checkpoint": self._checkpoint,
-            "evaluate": self._evaluate,
-            "sample": self._sample,
+            "checkpoint": self._save_checkpoint,
+            "evaluate": self._schedule_evaluation,
+            "sample": self._report_samples,
             "set_learning_rate": self._set_learning_rate,
-            "extend": self._extend,
+            "extend": self._extend_run,
         }
 
     def repeat_due(self, control: TrainerControl) -> None:
@@ -56,55 +56,57 @@ class Actions:
         """
         step = self._trainer.state.global_step
         while self._to_repeat and (self._to_repeat[0].step or 0) <= step:
-            self._take(self._to_repeat.popleft(), control)
+            self._apply_action(self._to_repeat.popleft(), control)
 
-    def take(self, control: TrainerControl) -> None:
+    def apply_new_actions(self, control: TrainerControl) -> None:
         """Do newly requested actions, if training continues; `control` evaluates and saves."""
         requests = self._run.control
         if self._saves:  # the checkpoint that they requested could not be written; others wait behind it
             self._save_now(control)
-        while not self._to_repeat and (asked := requests.next_action) is not None and not self._overtakes(asked):
-            self._take(requests.take_action(), control)
+        while (
+            not self._to_repeat and (request := requests.next_action) is not None and not self._would_overtake(request)
+        ):
+            self._apply_action(requests.take_action(), control)
 
-    def _overtakes(self, asked: ActionRequest) -> bool:
+    def _would_overtake(self, request: ActionRequest) -> bool:
         """Return True if the action, done now, would take effect before one that was requested earlier."""
-        if asked.action == "checkpoint":
+        if request.action == "checkpoint":
             return False
-        return bool(self._saves) or (bool(self._evaluations) and asked.action != "evaluate")
+        return bool(self._saves) or (bool(self._evaluations) and request.action != "evaluate")
 
     def epoch_is_over(self) -> str | None:
         """Return `epoch_end` if the run is to end with an epoch that is now over."""
         over = self._run.control.stop_at_epoch_end and float(self._trainer.state.epoch or 0.5).is_integer()
         return "epoch_end" if over else None
 
-    def _take(self, asked: ActionRequest, control: TrainerControl) -> None:
+    def _apply_action(self, request: ActionRequest, control: TrainerControl) -> None:
         try:
-            self._do[asked.action](asked, control)
+            self._do[request.action](request, control)
         except ActionRefused as refusal:
-            self._answer(asked, "refused", message=str(refusal))
+            self._report_result(request, "refused", message=str(refusal))
         except Exception as error:  # an action must never fail the run, for any cause
-            self._answer(
-                asked, "failed", message=f"The action failed: {_describe_error(error)}. Training continues unchanged."
+            self._report_result(
+                request, "failed", message=f"The action failed: {_describe_error(error)}. Training continues unchanged."
             )
 
-    def _answer(self, asked: ActionRequest, status: ActionStatus, **more: Any) -> None:
+    def _report_result(self, request: ActionRequest, status: ActionStatus, **more: Any) -> None:
         state = self._trainer.state
         self._run.report.action(
-            asked.id, asked.action, step=state.global_step, epoch=state.epoch, status=status, **more
+            request.id, request.action, step=state.global_step, epoch=state.epoch, status=status, **more
         )
 
     # Evaluating and saving, which follow the step in this order
 
-    def _checkpoint(self, asked: ActionRequest, control: TrainerControl) -> None:
+    def _save_checkpoint(self, request: ActionRequest, control: TrainerControl) -> None:
         self._save_now(control)
-        self._saves.append(asked)
+        self._saves.append(request)
 
     def _save_now(self, control: TrainerControl) -> None:
         if not control.should_save:
             control.should_save = True
             self._run.save_kind = "periodic"
 
-    def saved(self) -> dict[str, Any]:
+    def take_answered_saves(self) -> dict[str, Any]:
         """Return the requests that a reported checkpoint answers, as fields of its record."""
         answered, self._saves = self._saves, []
         self._last_saves = answered
@@ -119,29 +121,29 @@ class Actions:
 
     def fail_saves(self, why: str) -> None:
         """Report that the requested checkpoints are not written."""
-        asked, self._saves = self._saves, []
-        for one in asked:
-            self._answer(one, "failed", message=why)
+        requests, self._saves = self._saves, []
+        for request in requests:
+            self._report_result(request, "failed", message=why)
 
-    def _evaluate(self, asked: ActionRequest, control: TrainerControl) -> None:
+    def _schedule_evaluation(self, request: ActionRequest, control: TrainerControl) -> None:
         if self._trainer.eval_dataset is None:
             raise ActionRefused("The run has no evaluation data.")
         control.should_evaluate = True
-        self._evaluations.append(asked)
+        self._evaluations.append(request)
 
-    def evaluated(self, found: dict[str, float]) -> None:
+    def answer_evaluations(self, metrics: dict[str, float]) -> None:
         """Report that the requested evaluations are done."""
-        for asked in self._evaluations:
-            self._answer(asked, "done", result={"metrics": found})
+        for request in self._evaluations:
+            self._report_result(request, "done", result={"metrics": metrics})
         self._evaluations.clear()
 
     def evaluation_failed(self, error: Exception) -> None:
         """Report that a requested evaluation failed; training continues."""
         message = f"The evaluation failed: {_describe_error(error)}. Training continues."
-        asked, self._evaluations = self._evaluations, []
-        for one in asked:
-            self._answer(one, "failed", message=message)
-        if not asked:  # requested from an earlier attempt, which was stopped before it
+        requests, self._evaluations = self._evaluations, []
+        for request in requests:
+            self._report_result(request, "failed", message=message)
+        if not requests:  # requested from an earlier attempt, which was stopped before it
             self._run.report.message(message, level="warning")
 
     def drop_evaluation(self) -> bool:
@@ -149,35 +151,35 @@ class Actions:
 
         An evaluation that was only requested stays pending, and is done after a later step.
         """
-        asked, self._evaluations = self._evaluations, []
-        return not asked or self._trainer.evaluation_is_due() or any(one.step is not None for one in asked)
+        requests, self._evaluations = self._evaluations, []
+        return not requests or self._trainer.evaluation_is_due() or any(one.step is not None for one in requests)
 
     # Changes of the schedule
 
-    def _set_learning_rate(self, asked: ActionRequest, _control: TrainerControl) -> None:
+    def _set_learning_rate(self, request: ActionRequest, _control: TrainerControl) -> None:
         self._refuse_if_a_plugin_sets_rates()
-        before, rate = self._trainer.args.learning_rate, asked.parameters["learning_rate"]
-        next_rate = self._change(learning_rate=rate)
-        self._answer(asked, "done", result={"before": before, "learning_rate": rate, "next": next_rate})
+        before, rate = self._trainer.args.learning_rate, request.parameters["learning_rate"]
+        next_rate = self._apply_change(learning_rate=rate)
+        self._report_result(request, "done", result={"before": before, "learning_rate": rate, "next": next_rate})
         self._report_config()
 
-    def _extend(self, asked: ActionRequest, _control: TrainerControl) -> None:
+    def _extend_run(self, request: ActionRequest, _control: TrainerControl) -> None:
         self._refuse_if_a_plugin_sets_rates()
-        trainer, run, wanted = self._trainer, self._run, asked.parameters
-        before, epochs = trainer.state.max_steps, wanted.get("epochs")
-        total = wanted.get("max_steps") or math.ceil((epochs or 0) * run.steps_per_epoch)
+        trainer, run, parameters = self._trainer, self._run, request.parameters
+        before, epochs = trainer.state.max_steps, parameters.get("epochs")
+        total = parameters.get("max_steps") or math.ceil((epochs or 0) * run.steps_per_epoch)
         total = max(total, run.config.min_steps or 0)
         if total <= before:
             raise ActionRefused(f"The run trains {before} steps already, and this would be {total}; request more.")
         stop = run.config.stop_at_step
         # An action of an earlier attempt is repeated in any case, or this one would have a different schedule.
-        if asked.step is None and stop is not None and run.state.first_step < stop < total:
+        if request.step is None and stop is not None and run.state.first_step < stop < total:
             raise ActionRefused(f"The run ends at step {stop}, which is its `stop_at_step`, and not at step {total}.")
         changed = {"max_steps": total} if epochs is None else {"max_steps": None, "epochs": epochs}
-        next_rate = self._change(total_steps=total, **changed)
+        next_rate = self._apply_change(total_steps=total, **changed)
         trainer.state.max_steps = total
         result = {"before": before, "total_steps": total, "next_learning_rate": next_rate}
-        self._answer(asked, "done", result=result, total_steps=total)
+        self._report_result(request, "done", result=result, total_steps=total)
         self._report_config()
 
     def _refuse_if_a_plugin_sets_rates(self) -> None:
@@ -187,7 +189,7 @@ class Actions:
                 "steps on it during training is unknown. Stop the run, and resume it with the changes."
             )
 
-    def _change(self, *, total_steps: int | None = None, **changed: Any) -> float:
+    def _apply_change(self, *, total_steps: int | None = None, **changed: Any) -> float:
         """Apply a change and store it in every checkpoint from now on: completely, or not at all.
 
         Returns the learning rate of the next step.
@@ -198,7 +200,7 @@ class Actions:
             state.changed = state.changed | changed
             state.total_steps = total_steps or state.total_steps
             self.apply_changes()
-            trainer.lr_scheduler.lr_lambdas = [self._factor()] * len(trainer.lr_scheduler.lr_lambdas)
+            trainer.lr_scheduler.lr_lambdas = [self._schedule_factor()] * len(trainer.lr_scheduler.lr_lambdas)
             saver.reapply_rates(trainer, [group["weight_decay"] for group in trainer.optimizer.param_groups])
             return float(trainer.lr_scheduler.get_last_lr()[0])
 
@@ -220,12 +222,12 @@ class Actions:
                     del now[new]
             raise
 
-    def follow(self, changed: dict[str, Any], total_steps: int | None) -> None:
+    def follow_changes(self, changed: dict[str, Any], total_steps: int | None) -> None:
         """Apply the changes that rank 0 has made, as another rank."""
         if total_steps is not None:
             self._trainer.state.max_steps = total_steps
         self._run.state.changed = {}
-        self._change(total_steps=total_steps, **changed)
+        self._apply_change(total_steps=total_steps, **changed)
 
     def apply_changes(self) -> None:
         """Apply the stored changes: now, or before a trainer that resumes from a checkpoint starts."""
@@ -237,7 +239,7 @@ class Actions:
             trainer.args.max_steps = run.state.total_steps
             trainer.facts["total_steps"] = run.state.total_steps
 
-    def _factor(self) -> Callable[[int], float]:
+    def _schedule_factor(self) -> Callable[[int], float]:
         """Return the schedule of a run that has had the current number of steps from the start."""
         trainer = self._trainer
         in_force, trainer.lr_scheduler = trainer.lr_scheduler, None
@@ -256,24 +258,24 @@ class Actions:
 
     # Sampling
 
-    def _sample(self, asked: ActionRequest, _control: TrainerControl) -> None:
+    def _report_samples(self, request: ActionRequest, _control: TrainerControl) -> None:
         if self._run.is_sharded:
             raise ActionRefused("The run is sharded, so all of its devices generate together: use `sample_steps`.")
-        step, prompts = self._trainer.state.global_step, asked.parameters["prompts"]
+        step, prompts = self._trainer.state.global_step, request.parameters["prompts"]
         try:
-            texts = sampling.generate(
-                self._trainer, prompts, asked.parameters["max_new_tokens"], asked.parameters["temperature"]
+            texts = sampling.generate_texts(
+                self._trainer, prompts, request.parameters["max_new_tokens"], request.parameters["temperature"]
             )
         except Stopped:
             return  # handled after the next step; the request stays pending for the next attempt
         except Exception as error:  # training continues after any failure
             reason = _describe_error(error)
-            return self._answer(asked, "failed", message=f"Sampling failed: {reason}. Training continues.")
+            return self._report_result(request, "failed", message=f"Sampling failed: {reason}. Training continues.")
         pairs = list(zip(prompts, texts, strict=True))
         for prompt, text in pairs:
-            self._run.report.sample(step, prompt, text, action_id=asked.id)
+            self._run.report.sample(step, prompt, text, action_id=request.id)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
-        self._answer(asked, "done", result={"samples": samples})
+        self._report_result(request, "done", result={"samples": samples})
 
 
 def _describe_error(error: Exception) -> str:

@@ -13,7 +13,7 @@ from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
 from app.contracts.attempt.repair import Repair
 from app.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
-from worker.training.model.parallel.sharding import local
+from worker.training.model.parallel.sharding import local_part
 from worker.training.trainer_protocol import ServiceTrainer
 
 REMEMBERED = 64
@@ -74,22 +74,22 @@ class AnomalyGuard:
         """Return True if `step`, made of these rows, was found to be bad or contains a bad row."""
         return step in self._steps or (bool(self._rows) and not self._rows.isdisjoint(rows))
 
-    def judge(self, loss: float, norm: float | None, recent: Sequence[float]) -> Anomaly | None:
+    def judge_step(self, loss: float, norm: float | None, recent: Sequence[float]) -> Anomaly | None:
         """Return the anomaly of a step with this loss and gradient norm, if any, given the losses of `recent` steps."""
         if not math.isfinite(loss):
             return Anomaly("non_finite", f"the loss became {loss}")
         if norm is not None and not math.isfinite(norm):
             says = f"the gradients became {norm} (loss {loss:.4g})"
-            return Anomaly("non_finite", says, _limit(recent, self._threshold), is_of_gradients=True)
+            return Anomaly("non_finite", says, _loss_limit(recent, self._threshold), is_of_gradients=True)
         if self._policies["loss_spike"] == "ignore" or len(recent) < _WINDOW:
             return None
-        limit = _limit(recent, self._threshold)
+        limit = _loss_limit(recent, self._threshold)
         if loss <= limit:
             return None
         usual = statistics.median(recent[-_WINDOW:])
         return Anomaly("loss_spike", f"the loss spiked to {loss:.4g}, where {usual:.4g} is usual", limit)
 
-    def failure(self, trainer: ServiceTrainer, trouble: Anomaly) -> TrainingFailure:
+    def build_failure(self, trainer: ServiceTrainer, trouble: Anomaly) -> TrainingFailure:
         """Build the failure that ends the attempt: the bad rows, and a repair if another attempt may skip the step."""
         step, rows = trainer.state.global_step + 1, sorted(set(trainer.step_rows))
         singled_out = _anomalous_rows(trainer, trouble, rows)
@@ -100,8 +100,10 @@ class AnomalyGuard:
             AnomalyDetails(summary=summary, in_evaluation=False, singled_out=singled_out),
         )
         if not wants:
-            kept = trainer.saving.kept_step
-            again, back = ("Resumed", f"the checkpoint of step {kept}") if kept else ("Created again", "its start")
+            kept_step = trainer.saving.kept_step
+            again, back = (
+                ("Resumed", f"the checkpoint of step {kept_step}") if kept_step else ("Created again", "its start")
+            )
             return TrainingFailure(
                 code,
                 f'{summary} Look at these rows, or lower `learning_rate`. {again} with `{field}` set to "rewind", a '
@@ -124,7 +126,7 @@ class AnomalyGuard:
         return TrainingFailure(code, summary, repair, details)
 
 
-def _limit(recent: Sequence[float], threshold: float) -> float:
+def _loss_limit(recent: Sequence[float], threshold: float) -> float:
     if len(recent) < _WINDOW:
         return math.inf
     usual = statistics.median(recent[-_WINDOW:])
@@ -134,7 +136,7 @@ def _limit(recent: Sequence[float], threshold: float) -> float:
 
 
 def _describe_rows(rows: list[int], singled_out: list[int]) -> str:
-    def listed(some: list[int]) -> str:
+    def list_rows(some: list[int]) -> str:
         more = f" and {len(some) - _ROWS_NAMED} more" if len(some) > _ROWS_NAMED else ""
         return f"{'row' if len(some) == 1 else 'rows'} {', '.join(map(str, some[:_ROWS_NAMED]))}{more}"
 
@@ -142,9 +144,9 @@ def _describe_rows(rows: list[int], singled_out: list[int]) -> str:
         return "The rows of the step are not known."
     counted = "of the dataset (counted from 0)"
     if not singled_out:
-        return f"It contains {listed(rows)} {counted}; none of them stands out."
+        return f"It contains {list_rows(rows)} {counted}; none of them stands out."
     stand = "stands" if len(singled_out) == 1 else "stand"
-    return f"Of its {len(rows)} rows, {listed(singled_out)} {counted} {stand} out when put through the model alone."
+    return f"Of its {len(rows)} rows, {list_rows(singled_out)} {counted} {stand} out when put through the model alone."
 
 
 def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) -> list[int]:
@@ -152,7 +154,7 @@ def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) 
 
     Returns none if most are: then the weights are at fault and not the rows. Of a packed sequence, all rows are named.
     """
-    found: set[int] = set()
+    anomalous_rows: set[int] = set()
     sequences = trainer.sequences_of(rows)
     anomalous = 0
     for sequence in sequences:
@@ -160,9 +162,9 @@ def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) 
         loss, has_finite_gradients = _evaluate_sequence(trainer, sequence, trouble.is_of_gradients)
         if not math.isfinite(loss) or loss > trouble.limit or not has_finite_gradients:
             anomalous += 1
-            found.update(sequence["rows"])
+            anomalous_rows.update(sequence["rows"])
     most = len(sequences) > 1 and anomalous * 2 > len(sequences)
-    return [] if most else sorted(found & set(rows))
+    return [] if most else sorted(anomalous_rows & set(rows))
 
 
 def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
@@ -183,11 +185,11 @@ def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_g
             loss = trainer.compute_loss(model, inputs)
         if with_gradients:
             loss.backward()
-            gradients = [local(one.grad) for one in model.parameters() if one.grad is not None]
+            gradients = [local_part(one.grad) for one in model.parameters() if one.grad is not None]
             are_finite = all(bool(torch.isfinite(one).all()) for one in gradients)
             # Rank 0 looks alone, unless each rank has only a part of the gradients.
             if run.is_sharded:
-                are_finite = all(run.ranks.gathered(are_finite))
+                are_finite = all(run.ranks.gather_values(are_finite))
             return float(loss.item()), are_finite
         return float(loss.item()), True
     finally:

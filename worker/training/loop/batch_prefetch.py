@@ -32,7 +32,7 @@ class BatchPrefetch:
             self._error = None
         self._source, self._count = source, count
         ready = [self._batches.popleft() for _ in range(min(count, len(self._batches)))]
-        return chain(ready, source if self._error is None else _raise(self._error))
+        return chain(ready, source if self._error is None else _raise_error(self._error))
 
     def read_next_step(self) -> None:
         """Read as many batches as the current step has, up to the end of the epoch."""
@@ -48,6 +48,6 @@ class BatchPrefetch:
             self._batches.append(batch)
 
 
-def _raise(error: Exception) -> Iterator[Any]:
+def _raise_error(error: Exception) -> Iterator[Any]:
     raise error
     yield

@@ -27,26 +27,26 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.run.state.ended_by = None
-        self.run.ranks.train()
+        self.run.ranks.stop_reporting_waits()
         if self.run.ranks.size > 1 and self.run.resume_from is None:
             # Every rank has drawn the same numbers so far, as the weights and the order of the rows must be the same.
-            rng_state.seed((self.run.config.seed, 0, self.run.ranks.rank))
+            rng_state.seed_generators((self.run.config.seed, 0, self.run.ranks.rank))
         self.trainer.throughput.begin(self.trainer.trained_tokens())
         self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
         if self.run.ranks.is_first and self.run.stop_requested is not None:
             self.trainer.end_early(self.run.stop_requested.why, "discard")
-        decision.share(self.trainer)
+        decision.share_decision(self.trainer)
         if self._samples and self.run.state.samples_pending and not control.should_training_stop:
-            sampling.sample(self.trainer)
+            sampling.report_samples(self.trainer)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.monotonic()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer.step_phases.enter("optimizer")
+        self.trainer.step_phases.enter_phase("optimizer")
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer.step_phases.enter(None)
+        self.trainer.step_phases.enter_phase(None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         run, step = self.run, state.global_step
@@ -62,21 +62,21 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.state.loss = loss
             run.state.losses.append(loss)
             run.state.samples += len(rows)
-            self.trainer.throughput.stepped(took, len(rows))
+            self.trainer.throughput.record_step(took, len(rows))
         if run.is_sharded:
             sampling.sample_if_due(self.trainer)
         if run.ranks.is_first:
-            self._decide(state, control)
-        decision.share(self.trainer)
+            self._decide_after_step(state, control)
+        decision.share_decision(self.trainer)
 
     @property
     def _samples(self) -> bool:
         """True if this rank takes part in the generation of samples."""
         return self.run.ranks.is_first or self.run.is_sharded
 
-    def _decide(self, state: TrainerState, control: TrainerControl) -> None:
+    def _decide_after_step(self, state: TrainerState, control: TrainerControl) -> None:
         run, step = self.run, state.global_step
-        self.trainer.saving.stepped(self.trainer)
+        self.trainer.saving.handle_step(self.trainer)
         self.trainer.actions.repeat_due(control)
         if not run.is_sharded:
             sampling.sample_if_due(self.trainer)
@@ -86,8 +86,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.save_kind = "final"
             return
         # The database is unreachable: save now, in case it stays unreachable for longer than the lease allows.
-        asked = run.control.take_checkpoint_request()
-        if asked or step % run.save_every == 0:
+        is_requested = run.control.take_checkpoint_request()
+        if is_requested or step % run.save_every == 0:
             control.should_save = True
             run.save_kind = "periodic"
         limit = run.state.limit_reached(run.config, step) or self.trainer.actions.epoch_is_over()
@@ -97,7 +97,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         elif limit is not None:  # also during a drain: another attempt would train past the limit
             self.trainer.end_early(limit, "checkpoint")
         else:
-            self.trainer.actions.take(control)
+            self.trainer.actions.apply_new_actions(control)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         self.run.report.alive()
@@ -114,27 +114,27 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         if self.run.ranks.is_first:
-            self._judge(state, control, metrics)
-        decision.share(self.trainer)
+            self._judge_evaluation(state, control, metrics)
+        decision.share_decision(self.trainer)
 
-    def _judge(self, state: TrainerState, control: TrainerControl, metrics: dict[str, float]) -> None:
+    def _judge_evaluation(self, state: TrainerState, control: TrainerControl, metrics: dict[str, float]) -> None:
         """Decide what follows from the metrics of an evaluation."""
         run, name = self.run, self.run.method.eval_metric
-        found = metrics.get(name)
-        if found is None or run.only_evaluates:
+        value = metrics.get(name)
+        if value is None or run.only_evaluates:
             return
         if not self.trainer.evaluation_is_due():  # only requested: training does not depend on it
-            if math.isfinite(found):
-                run.state.objective, run.state.eval_step = found, state.global_step
+            if math.isfinite(value):
+                run.state.objective, run.state.eval_step = value, state.global_step
             return
-        if not math.isfinite(found):
-            summary = f"`{name}` of the evaluation at step {state.global_step} is {found}."
+        if not math.isfinite(value):
+            summary = f"`{name}` of the evaluation at step {state.global_step} is {value}."
             raise TrainingFailure(
                 "non_finite_loss",
                 f"{summary} Lower `learning_rate`, or check the evaluation data.",
                 details=AnomalyDetails(summary=summary, in_evaluation=True, singled_out=[]),
             )
-        is_best = run.state.evaluate(found, state.global_step, run.method.higher_is_better)
+        is_best = run.state.record_objective(value, state.global_step, run.method.higher_is_better)
         if is_best and not control.should_save and state.global_step > 0:  # step 0 is the base model
             control.should_save = True
             run.save_kind = "best"
@@ -163,8 +163,8 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         run.state.losses.clear()
         if run.state.best_loss is None or loss < run.state.best_loss:
             run.state.best_loss = loss
-        samples_per_second, speed = self.trainer.throughput.take(self.trainer.trained_tokens())
-        peak, memory = self.trainer.gpu_memory.take()
+        samples_per_second, speed = self.trainer.throughput.take_rates(self.trainer.trained_tokens())
+        peak, memory = self.trainer.gpu_memory.take_peak()
         point = {
             "step": state.global_step,
             "epoch": state.epoch,
@@ -174,11 +174,11 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             "gpu_memory_mb": peak,
             "samples_per_second": samples_per_second,
         }
-        names = self.trainer.measures()
+        names = self.trainer.metric_names()
         measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
-        extra = {**measured, **speed, **self.trainer.step_phases.take(), **memory}
+        extra = {**measured, **speed, **self.trainer.step_phases.take_seconds(), **memory}
         extra |= self.trainer.plugin_callbacks.reported_metrics({*point, *extra})
-        run.metric({**point, "extra": extra}, state.max_steps)
+        run.record_metric({**point, "extra": extra}, state.max_steps)
         run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
         self.trainer.report_samples()
 
@@ -219,10 +219,10 @@ class SharingCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        decision.share(self._trainer)
+        decision.share_decision(self._trainer)
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        decision.share(self._trainer)
+        decision.share_decision(self._trainer)
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        decision.share(self._trainer)
+        decision.share_decision(self._trainer)

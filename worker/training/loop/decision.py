@@ -20,7 +20,7 @@ class _Decision(NamedTuple):
     total_steps: int | None
 
 
-def share(trainer: ServiceTrainer) -> None:
+def share_decision(trainer: ServiceTrainer) -> None:
     """Make this rank do what rank 0 has decided; every rank calls it after the same step or evaluation."""
     run, control = trainer.run, trainer.control
     if run.ranks.size == 1:
@@ -37,7 +37,7 @@ def share(trainer: ServiceTrainer) -> None:
         state.changed,
         state.total_steps,
     )
-    decided = run.ranks.shared(own)
+    decided = run.ranks.broadcast_value(own)
     if run.ranks.is_first:
         return
     control.should_save, control.should_evaluate = decided.should_save, decided.should_evaluate
@@ -45,4 +45,4 @@ def share(trainer: ServiceTrainer) -> None:
     run.ended_by = state.ended_by = decided.ended_by
     run.save_kind, state.eval_pending = decided.save_kind, decided.eval_pending
     if (decided.changed, decided.total_steps) != (own.changed, own.total_steps):
-        trainer.actions.follow(decided.changed, decided.total_steps)
+        trainer.actions.follow_changes(decided.changed, decided.total_steps)

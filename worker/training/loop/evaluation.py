@@ -67,7 +67,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         """Evaluate on the held-out data; a stop request interrupts it and leaves it to the resumed run."""
         run = self.run
         run.report.phase("evaluating")
-        state_before = rng_state.current()
+        state_before = rng_state.current_states()
         is_due = self.evaluation_is_due()
         # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
         trace = nullcontext() if is_due else sampling.preserve_rng()
@@ -77,9 +77,9 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
                 extra = self._evaluate_extra_datasets()
                 self._begin_evaluation(None)
                 metrics = super().evaluate(*args, **options)
-                found = self.evaluated(metrics)
-                found |= self._own_results(found)
-                found |= _without_collisions(extra, found)
+                results = self.named_metrics(metrics)
+                results |= self._own_results(results)
+                results |= _without_collisions(extra, results)
         except Stopped:
             rng_state.set_current(state_before)
             self._metrics["eval"].clear()
@@ -89,7 +89,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             if self.state.global_step < self.state.max_steps:
                 request = run.stop_requested or StopRequest("discard")
                 self.end_early(request.why, request.mode)
-            decision.share(self)
+            decision.share_decision(self)
             return {}
         except _Failed as failed:
             # Only such a failure lets training continue: after any other one, such as that of a callback on rank 0, the
@@ -102,9 +102,9 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             run.report.phase("training")
             return {}
         run.state.eval_pending = False
-        run.evaluation(self.state.global_step, self.state.epoch, found)
-        decision.share(self)  # a plugin may have decided something because of the metrics
-        self.actions.evaluated(found)
+        run.record_evaluation(self.state.global_step, self.state.epoch, results)
+        decision.share_decision(self)  # a plugin may have decided something because of the metrics
+        self.actions.answer_evaluations(results)
         if not self.control.should_training_stop and not run.only_evaluates:
             run.report.phase("training")
         return dict(metrics)
@@ -115,37 +115,37 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
 
     def _evaluate_extra_datasets(self) -> dict[str, float]:
         """Return the metrics of the extra sets, without a trace in training and in the evaluation that follows."""
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         for prefix, rows in self.extra_eval_datasets.items():
             self._begin_evaluation(f"evaluating {prefix.removeprefix(f'{MAIN}_')}")
             with sampling.preserve_rng():
-                measured = self._measure(rows)
+                measured = self._measure_rows(rows)
             named = {f"{prefix}_{name.removeprefix('eval_')}": value for name, value in measured.items()}
-            found |= _without_collisions(named, found)
-        return found
+            results |= _without_collisions(named, results)
+        return results
 
-    def _measure(self, rows: Dataset) -> dict[str, float]:
+    def _measure_rows(self, rows: Dataset) -> dict[str, float]:
         """Return the metrics of rows by the names used here, as `evaluate` does, but without any callback or log."""
         began = time.time()
         done = self.evaluation_loop(self.get_eval_dataloader(rows), "Evaluation", prediction_loss_only=True)
         means, self._metrics["eval"] = self._metrics["eval"], defaultdict(list)
         metrics = done.metrics | speed_metrics("eval", began, num_samples=done.num_samples)
-        found = self.evaluated(metrics | {f"eval_{name}": values[0] for name, values in means.items()})
-        return found | self._own_results(found)
+        results = self.named_metrics(metrics | {f"eval_{name}": values[0] for name, values in means.items()})
+        return results | self._own_results(results)
 
-    def _own_results(self, found: Mapping[str, float]) -> dict[str, float]:
+    def _own_results(self, reported: Mapping[str, float]) -> dict[str, float]:
         """Return the results of the metric functions, which rank 0 calls."""
         results, error = {}, None
-        kept = self.run.ranks.gathered(self.own_metrics.kept)
+        batches_of_ranks = self.run.ranks.gather_values(self.own_metrics.kept)
         if self.run.ranks.is_first:
             try:
-                for batches in kept:
-                    self.own_metrics.take(batches)
-                results = self.own_metrics.results(found)
+                for batches in batches_of_ranks:
+                    self.own_metrics.pass_kept(batches)
+                results = self.own_metrics.results(reported)
             except TrainingFailure as failure:
                 error = failure
         self._agree_on(error)
-        return self.run.ranks.shared(results)
+        return self.run.ranks.broadcast_value(results)
 
     def _agree_on(self, error: Exception | None, stopped: bool = False) -> None:
         """End a part of the evaluation that each rank does by itself.
@@ -154,7 +154,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             _Failed: it failed on a rank.
             Stopped: a rank was stopped in it.
         """
-        failure, stopped = self.run.ranks.agreed(error, stopped)
+        failure, stopped = self.run.ranks.agree_on_end(error, stopped)
         if failure is not None:
             raise _Failed(failure) from failure
         if stopped:
@@ -165,11 +165,16 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         step, every = self.state.global_step, self.run.eval_every
         return step == 0 or step >= self.state.max_steps or (every is not None and step % every == 0)
 
-    def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def named_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an evaluation by the names used here, without missing ones."""
-        names = {"loss": "loss", "runtime": "seconds", "samples_per_second": "samples_per_second", **self.measures()}
-        found = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
-        return {f"eval_{ours}": value for ours, value in found.items() if value is not None}
+        names = {
+            "loss": "loss",
+            "runtime": "seconds",
+            "samples_per_second": "samples_per_second",
+            **self.metric_names(),
+        }
+        values = {ours: metrics.get(f"eval_{theirs}") for theirs, ours in names.items()}
+        return {f"eval_{ours}": value for ours, value in values.items() if value is not None}
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         ranks = self.run.ranks
@@ -207,26 +212,28 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             error = problem
         self._agree_on(error, stopped)
         if ranks.size > 1:
-            self._eval_means.merge(ranks.gathered(self._eval_means.part(self._metrics["eval"])), self._metrics["eval"])
-            done = done._replace(num_samples=sum(ranks.gathered(done.num_samples)) // ranks.per_sequence)
+            self._eval_means.merge_parts(
+                ranks.gather_values(self._eval_means.own_part(self._metrics["eval"])), self._metrics["eval"]
+            )
+            done = done._replace(num_samples=sum(ranks.gather_values(done.num_samples)) // ranks.per_sequence)
         done.metrics["eval_loss"] = self._eval_means.loss
-        self._eval_means.reduce(self._metrics["eval"])
+        self._eval_means.reduce_metrics(self._metrics["eval"])
         return done
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         self._eval_batches += 1
         terms = self.eval_terms(inputs) if self._counts_batch() else 0
         self.take_rows(inputs)
-        self.run.progress("evaluating", self._eval_batches, self._eval_total, self._eval_message)
+        self.run.report_progress("evaluating", self._eval_batches, self._eval_total, self._eval_message)
         together = self.run.routes_together
         with self.routing(counts=self._counts_batch(), in_evaluation=True) if together else nullcontext():
-            found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._eval_means.add(found[0].item(), terms, self._metrics["eval"])
+            outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._eval_means.add_batch(outputs[0].item(), terms, self._metrics["eval"])
         self._log_progress()
         if self.run.metric_factories:
             with torch.no_grad(), self.compute_loss_context_manager():
                 self.update_own_metrics(model, inputs)
-        return found
+        return outputs
 
     def _log_progress(self) -> None:
         every = self.run.config.trainer_options.eval_log_steps
@@ -258,13 +265,13 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         return len(self.rows_of(inputs))
 
 
-def _without_collisions(extra: dict[str, float], found: Mapping[str, float]) -> dict[str, float]:
+def _without_collisions(extra: dict[str, float], reported: Mapping[str, float]) -> dict[str, float]:
     """Return metrics of extra sets, whose names must differ from those of the other metrics.
 
     Raises:
         _Failed: two metrics have the same name, on every rank.
     """
-    if taken := sorted(extra.keys() & found.keys()):
+    if taken := sorted(extra.keys() & reported.keys()):
         raise _Failed(
             TrainingFailure(
                 "config_error",

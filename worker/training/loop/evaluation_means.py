@@ -22,7 +22,7 @@ class EvaluationMeans:
         self._losses: list[tuple[float, int]] = []
         self._terms: dict[str, list[int]] = defaultdict(list)
 
-    def add(self, loss: float, terms: int, metrics: BatchMeans) -> None:
+    def add_batch(self, loss: float, terms: int, metrics: BatchMeans) -> None:
         """Add a batch with its number of terms; `metrics` holds the means of earlier batches too."""
         self._losses.append((loss, terms))
         for name, means in metrics.items():
@@ -31,13 +31,13 @@ class EvaluationMeans:
     @property
     def loss(self) -> float:
         """Mean loss."""
-        return _mean(self._losses)
+        return _weighted_mean(self._losses)
 
-    def part(self, metrics: BatchMeans) -> Part:
+    def own_part(self, metrics: BatchMeans) -> Part:
         """Return what this rank has measured, for `merge`."""
         return self._losses, {name: (list(means), self._terms[name]) for name, means in metrics.items()}
 
-    def merge(self, parts: Sequence[Part], metrics: dict[str, list[float]]) -> None:
+    def merge_parts(self, parts: Sequence[Part], metrics: dict[str, list[float]]) -> None:
         """Take over what all ranks have measured; `metrics` then holds the means of all batches."""
         self._losses = [pair for losses, _ in parts for pair in losses]
         self._terms = defaultdict(list)
@@ -47,12 +47,12 @@ class EvaluationMeans:
                 metrics.setdefault(name, []).extend(means)
                 self._terms[name] += terms
 
-    def reduce(self, metrics: BatchMeans) -> None:
+    def reduce_metrics(self, metrics: BatchMeans) -> None:
         """Replace the means of all batches by one; NaN, which stands for a batch without rewards, is ignored."""
         for name, means in metrics.items():
             known = [pair for pair in zip(means, self._terms[name], strict=True) if not math.isnan(pair[0])]
-            means[:] = [_mean(known)] if known else means[:1]
+            means[:] = [_weighted_mean(known)] if known else means[:1]
 
 
-def _mean(weighted: list[tuple[float, int]]) -> float:
+def _weighted_mean(weighted: list[tuple[float, int]]) -> float:
     return sum(value * terms for value, terms in weighted) / max(sum(terms for _, terms in weighted), 1)

@@ -28,17 +28,17 @@ class Histogram:
         self._min, self._max = math.inf, -math.inf
         self._bins = torch.zeros(len(EDGES), dtype=torch.int64)
 
-    def add(self, numbers: torch.Tensor) -> None:
+    def add_tensor(self, numbers: torch.Tensor) -> None:
         """Add all elements of a tensor, which is not changed."""
         edges = torch.tensor(EDGES[1:], dtype=torch.float32, device=numbers.device)
         for chunk in numbers.detach().reshape(-1).split(_CHUNK):
             piece = chunk.float()
-            wide = piece.double()
+            doubles = piece.double()
             bins = torch.bucketize(piece, edges, right=True)
             self._bins += torch.bincount(bins, minlength=len(EDGES)).cpu()
             self._count += piece.numel()
-            self._sum += float(wide.sum())
-            self._squares += float(wide.square().sum())
+            self._sum += float(doubles.sum())
+            self._squares += float(doubles.square().sum())
             self._min, self._max = min(self._min, float(piece.min())), max(self._max, float(piece.max()))
 
     def summary(self) -> dict[str, Any]:
@@ -49,10 +49,10 @@ class Histogram:
         mean = self._sum / self._count
         return {
             "count": self._count,
-            "mean": _finite(mean),
-            "std": _finite(math.sqrt(max(self._squares / self._count - mean**2, 0.0))),
-            "min": _finite(self._min),
-            "max": _finite(self._max),
+            "mean": _finite_or_none(mean),
+            "std": _finite_or_none(math.sqrt(max(self._squares / self._count - mean**2, 0.0))),
+            "min": _finite_or_none(self._min),
+            "max": _finite_or_none(self._max),
             "bins": self._bins.tolist(),
         }
 
@@ -82,27 +82,27 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
         groups: dict[str, dict[str, Histogram]] = {}
         # Without clipping, float16 gradients are not unscaled before the optimizer step.
         scaled = args.fp16 and not args.max_grad_norm
-        for group, parameter in _trained(model):
+        for group, parameter in _trained_parameters(model):
             if group not in groups and len(groups) >= MOST_GROUPS:
                 group = "others"
-            found = groups.setdefault(group, {})
-            found.setdefault("weights", Histogram()).add(parameter)
+            histograms = groups.setdefault(group, {})
+            histograms.setdefault("weights", Histogram()).add_tensor(parameter)
             if parameter.grad is not None and not scaled:
-                found.setdefault("gradients", Histogram()).add(parameter.grad)
+                histograms.setdefault("gradients", Histogram()).add_tensor(parameter.grad)
             self._run.report.alive()
         recorded = {group: {of: one.summary() for of, one in found.items()} for group, found in groups.items()}
         edges = [None, *EDGES[1:]]  # JSON has no infinity
         record = {"step": step, "edges": edges, "groups": recorded}
-        self._run.profile(self._run.distributions, record)
+        self._run.append_profile(self._run.distributions, record)
         self._run.report.distribution(step, edges, recorded)
         self._run.trackers.add_distributions(record)
 
 
-def _finite(number: float) -> float | None:
+def _finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _trained(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _trained_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield re.sub(r"(?<=\.)\d+(?=\.)", "*", name), parameter

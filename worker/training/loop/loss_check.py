@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from worker.training.failures import TrainingFailure, classify, one_line
+from worker.training.failures import TrainingFailure, classify_error, one_line
 from worker.training.trainer_protocol import ServiceTrainer
 
 _TOKENS = 32
@@ -32,26 +32,27 @@ def check_loss(trainer: ServiceTrainer, temperature: float = 1.0) -> None:
     Raises:
         TrainingFailure: `config_error`: they differ, or the trainer cannot compute it.
     """
-    ids = _text(trainer)
+    ids = _first_tokens(trainer)
     if not ids:
         return
     model: Any = trainer.model
-    with _evaluating(trainer):
+    with _evaluation_mode(trainer):
         tokens = torch.tensor([ids], device=model.device)
         logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
         own = float(cross_entropy(logits[0, :-1].float() / temperature, tokens[0, 1:], reduction="sum"))
         try:
-            theirs = _losses(model, [ids])
+            theirs = _loss_sum(model, [ids])
         except _UNFIT as error:
-            if classify(error).code != "internal":  # such as a lack of memory
+            if classify_error(error).code != "internal":  # such as a lack of memory
                 raise
-            raise TrainingFailure("config_error", f"{_refused(model)} ({one_line(error)}).") from error
+            raise TrainingFailure("config_error", f"{_refusal_message(model)} ({one_line(error)}).") from error
         limit = _TOLERANCE if _is_exact(model) else _TOLERANCE_16_BIT
     # A loss that is not finite ends the first step, with the rows.
     if math.isfinite(own) and not abs(theirs - own) <= limit * abs(own):
         count = len(ids) - 1
         raise TrainingFailure(
-            "config_error", f"{_refused(model)}: {theirs / count:.4g} instead of {own / count:.4g} for the first text."
+            "config_error",
+            f"{_refusal_message(model)}: {theirs / count:.4g} instead of {own / count:.4g} for the first text.",
         )
 
 
@@ -61,25 +62,25 @@ def check_separation(trainer: ServiceTrainer) -> None:
     Raises:
         TrainingFailure: `config_error`: it does.
     """
-    ids = _text(trainer)
+    ids = _first_tokens(trainer)
     if not ids:
         return
     model: Any = trainer.model
-    with _evaluating(trainer):
-        alone = _losses(model, [ids])
+    with _evaluation_mode(trainer):
+        alone = _loss_sum(model, [ids])
         try:
-            first, other = (_losses(model, [before, ids]) for before in (ids, ids[:1] * len(ids)))
+            first, other = (_loss_sum(model, [before, ids]) for before in (ids, ids[:1] * len(ids)))
         except _UNFIT as error:  # the layers of some models need a package for it
-            if classify(error).code != "internal":
+            if classify_error(error).code != "internal":
                 raise
-            raise _mixing(trainer, f" ({one_line(error).rstrip('.')})") from error
+            raise _mixing_failure(trainer, f" ({one_line(error).rstrip('.')})") from error
         limit, mixing = (_TOLERANCE, _MIXING) if _is_exact(model) else (_TOLERANCE_16_BIT, _MIXING_16_BIT)
     is_separate = abs(first - other) <= mixing * abs(alone) and abs(first - alone) <= limit * abs(alone)
     if math.isfinite(alone) and not is_separate:
-        raise _mixing(trainer)
+        raise _mixing_failure(trainer)
 
 
-def _mixing(trainer: ServiceTrainer, reason: str = "") -> TrainingFailure:
+def _mixing_failure(trainer: ServiceTrainer, reason: str = "") -> TrainingFailure:
     remedy = (
         "leave `packing` out, or set `extra.packing_strategy` to `wrapped`, which does not separate texts"
         if trainer.run.config.packing
@@ -92,13 +93,13 @@ def _mixing(trainer: ServiceTrainer, reason: str = "") -> TrainingFailure:
     )
 
 
-def _text(trainer: ServiceTrainer) -> list[int]:
+def _first_tokens(trainer: ServiceTrainer) -> list[int]:
     """Return the first tokens of the first row, repeated if there are few; two texts of them fit into a sequence."""
     count = min(_TOKENS, max((trainer.run.config.max_seq_length or 2 * _TOKENS) // 2, 2))
     return (list(trainer.pinned_text()) * count)[:count]
 
 
-def _losses(model: Any, texts: Sequence[list[int]]) -> float:
+def _loss_sum(model: Any, texts: Sequence[list[int]]) -> float:
     """Return the sum of TRL's losses of the tokens of the last of several texts in a sequence."""
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=len(texts) > 1)
     batch = collate([{"input_ids": ids} for ids in texts])
@@ -110,7 +111,7 @@ def _losses(model: Any, texts: Sequence[list[int]]) -> float:
 
 
 @contextmanager
-def _evaluating(trainer: ServiceTrainer) -> Iterator[None]:
+def _evaluation_mode(trainer: ServiceTrainer) -> Iterator[None]:
     """Switch to evaluation mode without gradients, in the data types of the trainer's passes; nothing is compiled."""
     model: Any = trainer.model
     trains = model.training
@@ -132,7 +133,7 @@ def _is_exact(model: Any) -> bool:
     )
 
 
-def _refused(model: Any) -> str:
+def _refusal_message(model: Any) -> str:
     return (
         f"A model of the kind `{model.config.model_type}` can be neither trained nor evaluated, since TRL does not "
         "compute its loss, but that of its last hidden states and its output layer"

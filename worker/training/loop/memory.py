@@ -37,7 +37,7 @@ class GpuMemory:
     def __init__(self) -> None:
         self._peak = self._reserved = 0.0
 
-    def phase(self) -> dict[str, float]:
+    def end_phase(self) -> dict[str, float]:
         """Return the memory at the end of a phase and the peak within it, and start the next phase."""
         peak = torch.cuda.max_memory_allocated() / 2**20
         self._peak = max(self._peak, peak)
@@ -49,7 +49,7 @@ class GpuMemory:
             "peak_mb": round(peak, 1),
         }
 
-    def take(self) -> tuple[float | None, dict[str, float]]:
+    def take_peak(self) -> tuple[float | None, dict[str, float]]:
         """Return the peak since the last call, and other values by name.
 
         Those are the current memory and the peak that the allocator had reserved, or without a GPU the process's peak.
@@ -57,7 +57,7 @@ class GpuMemory:
         if not torch.cuda.is_available():
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             return None, {"host_memory_peak_mb": round(most, 1)}
-        now = self.phase()["allocated_mb"]
+        now = self.end_phase()["allocated_mb"]
         peak, reserved = round(self._peak, 1), round(self._reserved, 1)
         self._peak = self._reserved = 0.0
         return peak, {"gpu_memory_current_mb": now, "gpu_memory_reserved_mb": reserved}
@@ -84,24 +84,24 @@ class MemoryProfiler(TrainerCallback):  # type: ignore[misc]
         )
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._now()
+        self._memory_now()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._forward_backward = self._now()
+        self._forward_backward = self._memory_now()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        phases = {"forward_backward": self._forward_backward, "optimizer": self._now()}
+        phases = {"forward_backward": self._forward_backward, "optimizer": self._memory_now()}
         record = {"step": state.global_step, "attempt": self._run.job.attempt, **phases}
-        self._run.profile(self._run.memory, record)
+        self._run.append_profile(self._run.memory, record)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self._every_allocation:
             torch.cuda.memory._dump_snapshot(str(self._run.folder / SNAPSHOT))
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _now(self) -> dict[str, float]:
+    def _memory_now(self) -> dict[str, float]:
         if self._cuda:
-            return self._gpu.phase()
+            return self._gpu.end_phase()
         return {"rss_mb": round(psutil.Process().memory_info().rss / 2**20, 1)}
 
 

@@ -26,11 +26,13 @@ def longest_rows(
     count = config.batch_size * config.gradient_accumulation_steps * devices
     if config.generation is not None:
         count //= config.generation.num_generations
-    order = np.argsort(-lengths(data, tokenizer), kind="stable")
+    order = np.argsort(-token_lengths(data, tokenizer), kind="stable")
     return data.select(order[:count])
 
 
-def lengths(data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
+def token_lengths(
+    data: Dataset, tokenizer: PreTrainedTokenizerBase | None = None
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the number of tokens of each row."""
     if tokenizer is not None:
         encoder = PromptEncoder(tokenizer)
@@ -49,5 +51,5 @@ def probe_generation_args(options: RlhfOptions) -> dict[str, Any]:
 
 
 def _column_lengths(data: Dataset, column: str) -> np.ndarray[Any, np.dtype[np.int64]]:
-    found = pc.list_value_length(data.data.column(column)).to_numpy()
-    return np.asarray(found, np.int64)
+    lengths = pc.list_value_length(data.data.column(column)).to_numpy()
+    return np.asarray(lengths, np.int64)

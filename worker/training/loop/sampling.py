@@ -22,10 +22,10 @@ def sample_if_due(trainer: ServiceTrainer) -> None:
     """Generate and report the samples that the configuration schedules after the current step."""
     every, step = trainer.run.sample_every, trainer.state.global_step
     if every is not None and (step % every == 0 or step >= trainer.state.max_steps):
-        sample(trainer)
+        report_samples(trainer)
 
 
-def sample(trainer: ServiceTrainer) -> None:
+def report_samples(trainer: ServiceTrainer) -> None:
     """Generate and report a text for each configured prompt; a stop request leaves them to the resumed run."""
     run, config = trainer.run, trainer.run.config
     prompts: list[Prompt] = [
@@ -33,7 +33,7 @@ def sample(trainer: ServiceTrainer) -> None:
     ]
     run.state.samples_pending = False
     try:
-        texts = generate(trainer, prompts, config.sample_max_new_tokens, config.sample_temperature)
+        texts = generate_texts(trainer, prompts, config.sample_max_new_tokens, config.sample_temperature)
     except Stopped:
         run.state.samples_pending = True
         return
@@ -44,16 +44,18 @@ def sample(trainer: ServiceTrainer) -> None:
         run.report.message(f"Sampling failed: {reason}. Training continues.", level="warning")
         return
     for prompt, text in zip(prompts, texts, strict=True):
-        run.report.sample(trainer.state.global_step, _shown(prompt), text)
+        run.report.sample(trainer.state.global_step, _prompt_text(prompt), text)
 
 
-def _shown(prompt: Prompt) -> str:
+def _prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens: int, temperature: float) -> list[str]:
+def generate_texts(
+    trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens: int, temperature: float
+) -> list[str]:
     """Return the text that the current model generates after each prompt.
 
     With a temperature, tokens are drawn with the run's seed and step, so the same weights generate the same text again.
@@ -83,9 +85,9 @@ def generate(trainer: ServiceTrainer, prompts: Sequence[Prompt], max_new_tokens:
     ):
         torch.manual_seed(run.config.seed + trainer.state.global_step)
         for prompt in prompts:
-            run.progress("sampling", len(texts), len(prompts))
+            run.report_progress("sampling", len(texts), len(prompts))
             is_chat = not isinstance(prompt, str) or _is_chat(run)
-            rendered = _render(tokenizer, prompt) if is_chat else prompt
+            rendered = _render_prompt(tokenizer, prompt) if is_chat else prompt
             prompt_ids = tokenizer(rendered, add_special_tokens=not is_chat)["input_ids"]
             if most is not None:
                 prompt_ids = prompt_ids[-max(most - max_new_tokens, 1) :]
@@ -127,7 +129,7 @@ def _is_chat(run: TrainingContext) -> bool:
     return run.job.dataset.format == "chat" or is_conversational(str(run.job.dataset.path))
 
 
-def _render(tokenizer: Any, prompt: Prompt) -> str:
+def _render_prompt(tokenizer: Any, prompt: Prompt) -> str:
     """Return the prompt as the chat template renders it, with the plain one if the tokenizer has none."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     template = None if tokenizer.chat_template else default_template(tokenizer)
@@ -152,7 +154,7 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore every random number generator on exit."""
-    state = rng_state.current()
+    state = rng_state.current_states()
     try:
         yield
     finally:

@@ -25,15 +25,15 @@ class StepPhases:
         self._seconds: dict[str, float] = {}
         """Seconds of the phases before those."""
 
-    def enter(self, phase: Phase | None) -> None:
+    def enter_phase(self, phase: Phase | None) -> None:
         """End the current phase, and begin `phase`; None begins the time after it, which is not measured."""
         if not self._is_enabled:
             return
         if len(self._starts) >= _MOST_MOMENTS:
             self._add_up()
-        self._starts.append((phase, self._now()))
+        self._starts.append((phase, self._record_moment()))
 
-    def take(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call, as `<phase>_seconds`; call between two steps."""
         self._add_up()
         self._starts.clear()
@@ -52,7 +52,7 @@ class StepPhases:
                 self._seconds[f"{phase}_seconds"] = self._seconds.get(f"{phase}_seconds", 0.0) + elapsed
         del self._starts[:-1]
 
-    def _now(self) -> Any:
+    def _record_moment(self) -> Any:
         if not self._on_gpu:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)

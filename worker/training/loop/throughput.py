@@ -34,7 +34,7 @@ class Throughput:
         self._tokens = tokens
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def count_waiting(self) -> Iterator[None]:
         """Count the time of the block as waiting for data."""
         began = time.monotonic()
         try:
@@ -45,9 +45,9 @@ class Throughput:
     @contextmanager
     def waiting_within_step(self, device: torch.device) -> Iterator[None]:
         """Measure how long the device waits in the block, which prepares the data of the next step."""
-        began = _moment(device)
+        began = _record_moment(device)
         yield
-        self._block = began, _moment(device)
+        self._block = began, _record_moment(device)
 
     def take_wait(self) -> float:
         """Return the seconds that the device has waited within the step, which count as waiting for data.
@@ -67,16 +67,16 @@ class Throughput:
         self._data_seconds += seconds
         return seconds
 
-    def stepped(self, seconds: float, samples: int) -> None:
+    def record_step(self, seconds: float, samples: int) -> None:
         """Record a step: its time from the first forward pass to the new weights, and its rows."""
         self._step_seconds += seconds
         self._samples += samples
 
-    def saw(self, pairs: Any) -> None:
+    def record_forward(self, pairs: Any) -> None:
         """Record a forward pass over so many token pairs (`token_pairs`), which may still be a tensor on the device."""
         self._pairs = self._pairs + pairs
 
-    def take(self, tokens: int) -> tuple[float, dict[str, float]]:
+    def take_rates(self, tokens: int) -> tuple[float, dict[str, float]]:
         """Return samples per second, and the rest by name, since the last call; `tokens` is the run's total so far."""
         seconds = max(self._step_seconds + self._data_seconds, 1e-9)
         new = tokens - self._tokens
@@ -94,7 +94,7 @@ class Throughput:
         return rate, values
 
 
-def _moment(device: torch.device) -> Any:
+def _record_moment(device: torch.device) -> Any:
     """Return the time, or on a GPU an event at which everything launched before is computed."""
     if device.type != "cuda":
         return time.monotonic()

@@ -33,9 +33,9 @@ from worker.training.model.adapter_init import save_first_values
 from worker.training.model.attention import known_texts
 from worker.training.model.checked_weights import check_keys, checked_adapters, checked_sizes
 from worker.training.model.experts import expert_modules, load_experts
-from worker.training.model.parallel.expert_parallel import obstacle as expert_obstacle
+from worker.training.model.parallel.expert_parallel import division_obstacle as expert_obstacle
 from worker.training.model.parallel.router_loss import RouterLoss
-from worker.training.model.parallel.sharding import Sharding, full, has_parts, load_optimizer
+from worker.training.model.parallel.sharding import Sharding, gather_full, has_parts, load_optimizer
 from worker.training.plugins import hooks, metric_functions
 from worker.training.plugins.callbacks import PluginCallbacks
 from worker.training.run_state import RunState
@@ -109,7 +109,7 @@ class ServiceTrainerMixin(EvaluationMixin):
             run.routes_together = not run.method.generates and not (
                 run.metric_factories and metric_functions.are_given_logits(run.method)
             )
-        collate = hooks.collator(run, self.data_collator, self.processing_class)
+        collate = hooks.build_collator(run, self.data_collator, self.processing_class)
         self.data_collator: Any = self.collate_with_rows(collate)
 
     def collate_with_rows(self, collate: Any) -> Any:
@@ -121,7 +121,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         rows: list[int] = inputs.pop("rows", [])
         return rows
 
-    def measures(self) -> Mapping[str, str]:
+    def metric_names(self) -> Mapping[str, str]:
         """Return `MEASURES`, plus the metrics of this run only."""
         return self.MEASURES
 
@@ -152,8 +152,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         if self.sharding is not None:
             # After a check of the model, those of the embeddings are whole copies, which training does not use.
             self.sharding.reshard()
-        made = hooks.optimizer(self, self.model if model is None else model)
-        self.optimizer = self.optimizer if made is None else made
+        installed = hooks.create_optimizer(self, self.model if model is None else model)
+        self.optimizer = self.optimizer if installed is None else installed
         try:
             return super().create_optimizer(model)
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -163,8 +163,8 @@ class ServiceTrainerMixin(EvaluationMixin):
             raise TrainingFailure("config_error", message) from error
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        made = hooks.scheduler(self, num_training_steps, self.optimizer if optimizer is None else optimizer)
-        self.lr_scheduler = self.lr_scheduler if made is None else made
+        installed = hooks.create_scheduler(self, num_training_steps, self.optimizer if optimizer is None else optimizer)
+        self.lr_scheduler = self.lr_scheduler if installed is None else installed
         return super().create_scheduler(num_training_steps, optimizer)
 
     # Steps
@@ -174,13 +174,13 @@ class ServiceTrainerMixin(EvaluationMixin):
         return (sys.maxsize, *super().set_initial_training_values(*args)[1:])
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        with self.throughput.waiting():
+        with self.throughput.count_waiting():
             source = self.batch_prefetch.batches(epoch_iterator, num_batches)
             batches, items = super().get_batch_samples(source, num_batches, device)
         rows = (row for batch in batches for row in self.rows_of(batch))
         self.skips_step = self.guard.skips_step(self.state.global_step + 1, rows)
         if self.guard.may_skip:
-            self.skips_step = any(self.run.ranks.gathered(self.skips_step))
+            self.skips_step = any(self.run.ranks.gather_values(self.skips_step))
         return batches, items
 
     def get_train_dataloader(self) -> Any:
@@ -205,21 +205,21 @@ class ServiceTrainerMixin(EvaluationMixin):
     ) -> Any:
         if model.training:
             # Tokens are counted on all ranks, whose batches have about as many pairs.
-            self.throughput.saw(self.token_pairs(inputs) * self.run.ranks.data_parallel_size)
-            self.step_phases.enter("forward")
+            self.throughput.record_forward(self.token_pairs(inputs) * self.run.ranks.data_parallel_size)
+            self.step_phases.enter_phase("forward")
         is_uneven = model.training and self._share != 1
-        filler = _tokens(inputs) if is_uneven and self._share == 0 else 0
+        filler = _count_tokens(inputs) if is_uneven and self._share == 0 else 0
         borders = inputs.pop(BORDERS) if BORDERS in inputs else None
         texts = nullcontext() if borders is None else known_texts(borders, inputs["cu_seq_lens_q"])
         with texts, self._gathering_any_size() if is_uneven else nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if is_uneven:  # the row of a rank that has none is not trained on
-            self._total_train_tokens -= sum(self.run.ranks.gathered(filler))
+            self._total_train_tokens -= sum(self.run.ranks.gather_values(filler))
         if is_uneven and num_items_in_batch is None:
             # The loss is the mean of the rows here, and gradients are the means of those of all ranks.
             loss = loss * self._share
         if model.training:
-            self.step_phases.enter("backward")
+            self.step_phases.enter_phase("backward")
         return loss
 
     def token_pairs(self, inputs: Any) -> Any:
@@ -230,11 +230,11 @@ class ServiceTrainerMixin(EvaluationMixin):
     def _gathering_any_size(self) -> Iterator[None]:
         """During the block, gather tensors with a value per row, of which each rank has another number."""
 
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            parts = self.run.ranks.gathered(tensor.detach().cpu())
+        def gather_parts(tensor: torch.Tensor) -> torch.Tensor:
+            parts = self.run.ranks.gather_values(tensor.detach().cpu())
             return torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts]).to(tensor.device)
 
-        self.accelerator.gather = gather
+        self.accelerator.gather = gather_parts
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         else:
             with self.routing(counts=self._share > 0):
                 loss = super().training_step(model, inputs, num_items_in_batch)
-            self.step_phases.enter(None)
+            self.step_phases.enter_phase(None)
         self._micro_losses.append(loss.detach())
         if self.accelerator.sync_gradients and self.state.global_step + 1 < self.state.max_steps:
             with self.throughput.waiting_within_step(self.args.device):
@@ -264,10 +264,10 @@ class ServiceTrainerMixin(EvaluationMixin):
         # The last point before the optimizer: a step that would corrupt the weights is never taken.
         if self.skips_step:
             self._micro_losses.clear()
-            self.step_rows = [row for rows in self.run.ranks.gathered(self.step_rows) for row in rows]
+            self.step_rows = [row for rows in self.run.ranks.gather_values(self.step_rows) for row in rows]
             self._disable_next_optimizer_step()
             return None
-        norm = full(super()._get_grad_norm(model, grad_norm=grad_norm))
+        norm = gather_full(super()._get_grad_norm(model, grad_norm=grad_norm))
         self._close_step(norm)
         return norm
 
@@ -280,13 +280,13 @@ class ServiceTrainerMixin(EvaluationMixin):
         own = float(torch.stack(self._micro_losses).sum().item())
         self._micro_losses.clear()
         # The loss of a rank is scaled so that the mean over the ranks is that of all rows.
-        every = self.run.ranks.gathered((own, self.step_rows))
+        every = self.run.ranks.gather_values((own, self.step_rows))
         self._step_loss = math.fsum(loss for loss, _ in every) / len(every)
         self.step_rows = [row for _, rows in every for row in rows]
         known = None if norm is None else float(norm)
         recent = self.run.state.recent_losses
         # With float16, the gradient scaler finds its scale by trial: gradients may overflow, and it skips the step.
-        trouble = self.guard.judge(self._step_loss, None if self.args.fp16 else known, recent)
+        trouble = self.guard.judge_step(self._step_loss, None if self.args.fp16 else known, recent)
         if trouble is not None:
             raise self.anomaly_failure(trouble)
         if known is None or math.isfinite(known):
@@ -297,9 +297,9 @@ class ServiceTrainerMixin(EvaluationMixin):
         """Build the failure that ends the attempt, after an anomaly that every rank has found; only rank 0 returns."""
         if not self.run.ranks.is_first:
             if self.run.is_sharded:
-                self.guard.failure(self, anomaly)  # rank 0 looks for the rows with the parts of the model of all
+                self.guard.build_failure(self, anomaly)  # rank 0 looks for the rows with the parts of the model of all
             self.run.ranks.wait_for_end()
-        return self.guard.failure(self, anomaly)
+        return self.guard.build_failure(self, anomaly)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return None if self.skips_step else super()._clip_grad_norm(model)
@@ -319,8 +319,8 @@ class ServiceTrainerMixin(EvaluationMixin):
 
     def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return the training sequences that contain any of these rows, each to be put through the model alone."""
-        wanted = set(rows)
-        places = [place for place, held in enumerate(self.train_dataset["rows"]) if not wanted.isdisjoint(held)]
+        numbers = set(rows)
+        places = [place for place, held in enumerate(self.train_dataset["rows"]) if not numbers.isdisjoint(held)]
         return [self.train_dataset[place] for place in places]
 
     # Ends and logs
@@ -356,18 +356,18 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.run.state.averages = {name: list(values) for name, values in self._metrics["train"].items()}
         self.run.state.tokens = self.trained_tokens()
         self.run.state.bad_rows = self.guard.bad_rows
-        self.run.state.callbacks = self.plugin_callbacks.states()
+        self.run.state.callbacks = self.plugin_callbacks.collect_states()
 
     # Sharding
 
-    def prepare(self) -> None:
+    def prepare_model(self) -> None:
         """Make the loaded model ready for the first forward pass of all ranks."""
         if self.run.is_sharded:
-            self.shard()
+            self.shard_model()
         if not self.run.method.has_reward_head:
             loss_check.check_loss(self, self.run.config.generation.temperature if self.run.config.generation else 1.0)
 
-    def shard(self) -> None:
+    def shard_model(self) -> None:
         """Divide the model among the ranks, with the weights of the checkpoint to resume from.
 
         Raises:
@@ -425,11 +425,11 @@ class ServiceTrainerMixin(EvaluationMixin):
             return
         if self.run.config.trainer_options.callbacks:
             self._check_replicas()
-        self.rng_states = self.run.ranks.gathered(rng_state.current())
+        self.rng_states = self.run.ranks.gather_values(rng_state.current_states())
         if not self.run.ranks.is_first and self.sharding is None:
             self.saved_step = self.state.global_step
             return
-        if saver.save(self) and not self.control.should_training_stop:
+        if saver.save_checkpoint(self) and not self.control.should_training_stop:
             self.run.report.phase("training")
 
     def _check_replicas(self) -> None:
@@ -440,7 +440,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         """
         trained = (one.detach() for one in self.model.parameters() if one.requires_grad)
         total = sum(float(one.double().sum()) for one in trained)
-        if len(set(self.run.ranks.gathered(total))) > 1:
+        if len(set(self.run.ranks.gather_values(total))) > 1:
             raise TrainingFailure(
                 "config_error",
                 "The devices have different weights: a callback (`extra.callbacks`) has changed weights, gradients or "
@@ -454,8 +454,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.run.state = RunState.load(folder, self.run.job.run_id, self.saved_step)
         self.guard.take_over(self.run.state.bad_rows)
         for history in self.run.histories:
-            history.begin(folder)
-        self.plugin_callbacks.restore(self.run.state.callbacks)
+            history.start_from(folder)
+        self.plugin_callbacks.restore_states(self.run.state.callbacks)
         self.actions.apply_changes()
         self._total_train_tokens = self.run.state.tokens
         for name, values in self.run.state.averages.items():
@@ -495,8 +495,8 @@ class ServiceTrainerMixin(EvaluationMixin):
         ranks = self.run.ranks
         if checkpoint is None or (ranks.size == 1 and rng_state.saved_ranks(Path(checkpoint)) == 1):
             super()._load_rng_state(checkpoint)
-        elif not rng_state.restore(Path(checkpoint), ranks):
-            rng_state.seed((self.run.config.seed, self.state.global_step, ranks.rank))
+        elif not rng_state.restore_states(Path(checkpoint), ranks):
+            rng_state.seed_generators((self.run.config.seed, self.state.global_step, ranks.rank))
         if self.run.state.eval_pending and self.eval_dataset is not None:
             self._catch_up()
 
@@ -528,7 +528,7 @@ class ServiceTrainerMixin(EvaluationMixin):
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
 
 
-def _tokens(inputs: Any) -> int:
+def _count_tokens(inputs: Any) -> int:
     """Return the number of tokens in a batch as trl counts them."""
     mask = inputs.get("attention_mask")
     return int(inputs["position_ids"].shape[1] if mask is None else mask.sum())

@@ -26,14 +26,14 @@ def export_checkpoint(run: TrainingContext) -> TrainingResult:
     source = run.resume_from
     if source is None:
         raise TrainingFailure("config_error", "The checkpoint to export no longer exists; export another one.")
-    saver.check(source.path, source.manifest_sha256, run.report.alive)
+    saver.verify_checkpoint(source.path, source.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     base = base_model.find_base(run.job, run.config)
     tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=run.job.trust_remote_code)
     run.raise_if_stopped()
     run.state = RunState.load(source.path, run.job.run_id, source.step)
     for history in run.histories:
-        history.begin(source.path)
+        history.start_from(source.path)
     chosen = ExportedWeights("checkpoint", source.step, "as requested", partial(copy_weights, source.path))
     with preparation.base_weights(run, base) as start:
         exported = write_output(run, chosen, tokenizer, start, {"base_revision": base.revision})

@@ -41,8 +41,8 @@ class RatedAnswerTrainer(ReferenceMixin, KTOTrainer):  # type: ignore[misc]
 
     def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
         # The KL term is the mean over the devices of the means of their rows, which may be of different numbers.
-        found = super()._compute_kl_logps(model, batch)
-        return found if found is None or not self.model.training else found * self._share
+        logps = super()._compute_kl_logps(model, batch)
+        return logps if logps is None or not self.model.training else logps * self._share
 
 
 def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:

@@ -30,7 +30,7 @@ from worker.training.model.base_model import BaseModelSource
 from worker.training.model.compilation import compile_layers
 from worker.training.model.peak_flops import peak_tflops
 from worker.training.output import hub_push
-from worker.training.output.export import OUTPUT, export
+from worker.training.output.export import OUTPUT, export_output
 from worker.training.output.save_check import check_saves
 from worker.training.planning import memory_plan
 from worker.training.planning.step_planning import compile_ahead, plan_step
@@ -75,7 +75,7 @@ def train_on_tokens(
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     with preparation.base_weights(run, base) as start:
         network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts), head)
-        trainer = build(
+        trainer = build_trainer(
             make,
             run,
             start,
@@ -89,9 +89,9 @@ def train_on_tokens(
         planned = plan_step(trainer, replaced) | compile_ahead(trainer)
         facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized, **planned)
         if run.only_evaluates:
-            return evaluate(trainer)
-        train(trainer)
-        return finish(trainer, start, facts)
+            return evaluate_weights(trainer)
+        train_to_end(trainer)
+        return finish_run(trainer, start, facts)
 
 
 def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def trainer_arguments(run: TrainingContext, total_steps: int) -> dict[str, Any]:
     }
 
 
-def build(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSource, **options: Any) -> Trains:
+def build_trainer(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSource, **options: Any) -> Trains:
     """Create the trainer and attach the callbacks that run after every step.
 
     Raises:
@@ -180,12 +180,12 @@ def build(make: Callable[..., Trains], run: TrainingContext, start: BaseModelSou
         trainer.add_callback(MetricLines())
     trainer.add_callback(StepCallback(run, trainer))
     trainer.add_callback(trainer.plugin_callbacks)
-    asked = run.config.trainer_options
-    if asked.callbacks:
+    options_of_run = run.config.trainer_options
+    if options_of_run.callbacks:
         trainer.add_callback(SharingCallback(trainer))
-    if asked.distributions_steps is not None and run.ranks.is_first:
-        trainer.add_callback(HistogramCallback(run, asked.distributions_steps))
-    if asked.memory_profile:
+    if options_of_run.distributions_steps is not None and run.ranks.is_first:
+        trainer.add_callback(HistogramCallback(run, options_of_run.distributions_steps))
+    if options_of_run.memory_profile:
         trainer.add_callback(MemoryProfiler(run, trainer.gpu_memory))
     if run.ranks.size == 1:
         trainer.add_callback(CachedModuleWalks())  # last: callbacks of plugins may add modules when training begins
@@ -202,9 +202,9 @@ def report_run_info(
     """Report the effective configuration and the initial run info, and set the run's fingerprint."""
     run, training, held_out = trainer.run, data.training, data.held_out
     facts = loader.initial_run_info(trainer.model, run.machine) | {"kernels": trainer.kernels}
-    facts |= _costs(trainer, base, training, facts.get("device_name"))
+    facts |= _count_costs(trainer, base, training, facts.get("device_name"))
     facts |= {
-        **_devices(run), "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
+        **_device_facts(run), "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0,
         "extra_eval_rows": {name: one.rows for name, one in data.extra.items()},
         "total_steps": None if run.only_evaluates else trainer.args.max_steps,
@@ -212,15 +212,15 @@ def report_run_info(
     }  # fmt: skip
     if run.is_probe:
         facts["whole_run_steps"] = preparation.configured_steps(run)
-    run.fingerprint = _fingerprint(trainer, base, facts)
-    facts |= resume_fidelity.fidelity_facts(_differences(run))
+    run.fingerprint = _build_fingerprint(trainer, base, facts)
+    facts |= resume_fidelity.fidelity_facts(_fidelity_differences(run))
     trainer.facts, trainer.replaced = facts, replaced
     if run.resume_from is None:
         trainer.report_run_info()  # a resumed run reports it after the fidelity check of the loaded checkpoint
     return facts
 
 
-def _devices(run: TrainingContext) -> dict[str, Any]:
+def _device_facts(run: TrainingContext) -> dict[str, Any]:
     """Return how many devices train the run, how they share it, and the rows of a step on all of them together."""
     config, ranks = run.config, run.ranks
     return {
@@ -233,7 +233,9 @@ def _devices(run: TrainingContext) -> dict[str, Any]:
     }
 
 
-def _costs(trainer: ServiceTrainerMixin, base: BaseModelSource, training: Rows, device: str | None) -> dict[str, Any]:
+def _count_costs(
+    trainer: ServiceTrainerMixin, base: BaseModelSource, training: Rows, device: str | None
+) -> dict[str, Any]:
     """Count the operations per token and look up the device's peak, the inputs of MFU."""
     throughput, run = trainer.throughput, trainer.run
     peak = run.config.trainer_options.peak_tflops or peak_tflops(device)
@@ -259,22 +261,22 @@ def _costs(trainer: ServiceTrainerMixin, base: BaseModelSource, training: Rows, 
     }
 
 
-def train(trainer: ServiceTrainerMixin) -> None:
+def train_to_end(trainer: ServiceTrainerMixin) -> None:
     """Train to the end or to a stop, from the first step or from a checkpoint."""
     run = trainer.run
-    trainer.prepare()
+    trainer.prepare_model()
     with trainer.saving.settled():
         if run.resume_from is None:
             for history in run.histories:
-                history.begin(None)
+                history.start_from(None)
             trainer.train()
         else:
-            _resume(trainer, run.resume_from.path)
+            _resume_training(trainer, run.resume_from.path)
     if trainer.state.global_step >= trainer.args.max_steps:  # `max_steps` grows if the run is extended
         run.ended_by = None
 
 
-def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
+def evaluate_weights(trainer: ServiceTrainerMixin) -> TrainingResult:
     """Evaluate the weights of the job, and return the fields of the result record.
 
     The evaluation is that of a training: the trainer is created from the base model, so that a reference model is the
@@ -282,35 +284,35 @@ def evaluate(trainer: ServiceTrainerMixin) -> TrainingResult:
     """
     run, weights = trainer.run, trainer.run.job.weights
     for history in run.histories:
-        history.begin(None)
+        history.start_from(None)
     if weights is not None:
         trainer.load_weights(weights)
-    trainer.prepare()
-    found = trainer.evaluate()
+    trainer.prepare_model()
+    metrics = trainer.evaluate()
     return {
         "outcome": "completed" if run.stop_requested is None else "stopped",
         "why": None if run.stop_requested is None else run.stop_requested.why,
         "output": None,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
-        "metrics": {name: value for name, value in found.items() if name == run.method.eval_metric},
+        "metrics": {name: value for name, value in metrics.items() if name == run.method.eval_metric},
     }
 
 
-def finish(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
+def finish_run(trainer: ServiceTrainerMixin, start: BaseModelSource, facts: dict[str, Any]) -> TrainingResult:
     """Export and push the output if training is over, and return the fields of the result record."""
     run, state = trainer.run, trainer.run.state
     exports = run.ended_by in _EXPORTS and not run.is_probe
     if exports:
         _check_trained(trainer)
         trainer.gather_weights()
-    exported = export(trainer, start, facts) if exports and run.ranks.is_first else None
+    exported = export_output(trainer, start, facts) if exports and run.ranks.is_first else None
     return {
         "outcome": "completed" if run.ended_by in _COMPLETES else "stopped",
         "why": run.ended_by,
         "output": OUTPUT if exported else None,
         "exported": exported,
-        "hub": hub_push.push(run, run.folder / OUTPUT) if exported else None,
+        "hub": hub_push.push_output(run, run.folder / OUTPUT) if exported else None,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
         "metrics": {
@@ -338,7 +340,7 @@ def _check_trained(trainer: ServiceTrainerMixin) -> None:
         )
 
 
-def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
+def _resume_training(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
     run = trainer.run
     trainer.restore_from(checkpoint)
     limit = run.state.limit_reached(run.config, trainer.saved_step)
@@ -355,7 +357,7 @@ def _resume(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
         pass
 
 
-def _fingerprint(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
+def _build_fingerprint(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> dict[str, Any]:
     run = trainer.run
     held_out, tokenizer = run.job.eval_dataset, trainer.processing_class
     return {
@@ -378,9 +380,9 @@ def _fingerprint(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dic
     }
 
 
-def _differences(run: TrainingContext) -> list[str]:
+def _fidelity_differences(run: TrainingContext) -> list[str]:
     """Return the reasons why this attempt may not continue exactly from the checkpoint."""
     if run.resume_from is None:
         return []
-    found = resume_fidelity.fingerprint_differences(run.resume_from.path, run.fingerprint)
-    return [*found, resume_fidelity.ON_A_GPU] if run.machine.kind == "cuda" else found
+    differences = resume_fidelity.fingerprint_differences(run.resume_from.path, run.fingerprint)
+    return [*differences, resume_fidelity.ON_A_GPU] if run.machine.kind == "cuda" else differences

@@ -134,14 +134,14 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
     if run.ranks.is_first:
         restore_replica(run)
         if (resume := run.resume_from) is not None:
-            saver.check(resume.path, resume.manifest_sha256, run.report.alive)
+            saver.verify_checkpoint(resume.path, resume.manifest_sha256, run.report.alive)
     run.report.phase("loading")
     run.report.progress("loading", 0, 2, "tokenizer and configuration")
     base = _find_base(run)
     _match_stored_quantization(run, base, replaced)
     if (warning := masked_model_warning(base.architecture.architectures, run.method)) is not None:
         run.report.message(warning, level="warning")
-    tokenizer = hooks.tokenizer(run, lambda: _load_tokenizer(run, base))
+    tokenizer = hooks.load_tokenizer(run, lambda: _load_tokenizer(run, base))
     base_model.complete_tokenizer(tokenizer)
     template = hooks.chat_template(run, tokenizer)
     if template is not None:
@@ -151,7 +151,7 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
         _compare_models(run, base, tokenizer)
     if run.ranks.is_first:
         hooks.write_source_rows(run)
-    shared = run.ranks.shared(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
+    shared = run.ranks.broadcast_value(run.job)  # with the checkpoint and the rows that rank 0 has put elsewhere
     if run.job.shares_folder:
         run.job = shared
     return Setup(base, tokenizer, _max_sequence_length(run, base, tokenizer, replaced))
@@ -166,7 +166,7 @@ def _find_base(run: TrainingContext) -> BaseModelSource:
     """Locate the base model; rank 0 resolves a branch of the hub to a commit, for all ranks."""
     is_known = run.ranks.is_first or base_model.is_folder_of_weights(run.job.base_model)
     base = base_model.find_base(run.job, run.config) if is_known else None
-    commit = run.ranks.shared(None if base is None else base.revision)
+    commit = run.ranks.broadcast_value(None if base is None else base.revision)
     return base or base_model.find_base(run.job, run.config, commit)
 
 
@@ -197,12 +197,12 @@ def _compare_models(run: TrainingContext, base: BaseModelSource, tokenizer: PreT
         TrainingFailure: `config_error` that names the ranks and what each has found.
     """
     rewards = [base_model.find_reward_model(run.job, one).identity for one in run.job.reward_models]
-    found = {
+    digests = {
         "base models": base.identity,
         "tokenizers": tokenizer_digest(tokenizer, is_dated=False),
         "reward models": ", ".join(rewards),
     }
-    run.ranks.check_same(found, "Give every host the same files of these, and resume the run.")
+    run.ranks.check_same(digests, "Give every host the same files of these, and resume the run.")
 
 
 def _check_optimizer(config: TrainingConfig) -> None:
@@ -226,15 +226,15 @@ def _max_sequence_length(
     It is the configured one, limited by what the model can take.
     """
     limit = _position_limit(base, tokenizer)
-    asked = run.config.max_seq_length
-    if asked is None:
+    requested = run.config.max_seq_length
+    if requested is None:
         run.config = run.config.model_copy(update={"max_seq_length": limit})
         return limit
-    if asked <= limit:
-        return asked
-    if "max_seq_length" in run.given:
+    if requested <= limit:
+        return requested
+    if "max_seq_length" in run.user_set_fields:
         raise TrainingFailure(
-            "config_error", f"`max_seq_length` is {asked}, but this model takes at most {limit} tokens."
+            "config_error", f"`max_seq_length` is {requested}, but this model takes at most {limit} tokens."
         )
     replace_default(run, replaced, length_replacement(run.config, limit))
     return limit
@@ -256,7 +256,7 @@ def must_disable_dropout(run: TrainingContext, replaced: list[Replacement]) -> b
     """Return True if all dropout must be disabled: pairs are compared without it unless the user set some."""
     if run.config.lora_r is None:
         return True
-    if "lora_dropout" not in run.given and run.config.lora_dropout > 0:
+    if "lora_dropout" not in run.user_set_fields and run.config.lora_dropout > 0:
         why = "Dropout would add noise to the comparison of two answers."
         rate = run.config.lora_dropout
         replace_default(run, replaced, Replacement(field="lora_dropout", requested=rate, used=0.0, reason=why))
@@ -318,7 +318,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
     """
 
     def read_rows(file: DataSource, chosen: list[int] | None, purpose: str) -> Some:
-        progress = partial(run.progress, "tokenizing")
+        progress = partial(run.report_progress, "tokenizing")
         return read(RowSource(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
 
     def first_rows(file: DataSource) -> list[int] | None:
@@ -334,7 +334,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
             return RunData(evaluated, evaluated)
         chosen = held = None
         if config.eval_split > 0:
-            chosen, held = data.split(count_rows(str(source.path)), config.eval_split, config.seed)
+            chosen, held = data.split_rows(count_rows(str(source.path)), config.eval_split, config.seed)
         training = read_rows(source, chosen, "training")
         held_out = None
         if held:
@@ -360,8 +360,8 @@ def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> No
         for rank in range(1, ranks.size):
             ranks.wait_for_flag(f"{_READ} {rank}")
         hooks.delete_source_rows(run)
-    for name, one in read.items():
-        for remark in one.remarks if one else []:
+    for name, rows in read.items():
+        for remark in rows.remarks if rows else []:
             run.report.message(remark["reason"], level="warning")
             run.report.skipped_rows(name, **remark)
 
@@ -424,7 +424,7 @@ def configured_steps(run: TrainingContext) -> int:
 
 
 @contextmanager
-def base_weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseModelSource]:
+def base_weights(run: TrainingContext, base: BaseModelSource) -> Iterator[BaseModelSource]:
     """Provide the weights to start from while the block runs; an adapter is merged into its base."""
     alive = run.report.alive
     # transformers shows a progress bar when it loads or writes many weights; each item sends a heartbeat.
@@ -435,7 +435,7 @@ def base_weights(run: TrainingContext, found: BaseModelSource) -> Iterator[BaseM
     dtype = loader.weights_dtype(run.config, run.machine)
     # Each rank merges for itself, so that none has to keep the weights for the others.
     name = "base_model" if run.ranks.is_first else f"base_model.{run.ranks.rank}"
-    with base_model.merged(found, run.folder / name, dtype, alive) as start:
+    with base_model.merged_base(base, run.folder / name, dtype, alive) as start:
         yield start
 
 
@@ -449,7 +449,7 @@ def load_network(
             f"seed {run.config.seed}, and the model is trained from scratch."
         )
     with heartbeat_while_growing(run.report.alive, start.folder):
-        network = hooks.model(
+        network = hooks.load_model(
             run, lambda: loader.load_model(start, run.config, run.machine, head, in_host_memory=run.is_sharded)
         )
         if run.config.trainer_options.model_factory is not None:

@@ -47,11 +47,11 @@ class ReferenceMixin(ServiceTrainerMixin):
         return dataset
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        file, digest = f"reference_{name}.arrow", _digest(dataset, batch_size)
-        kept = self._kept_reference(file, digest)
-        if kept is not None:
-            self._reference_files[file] = _to_bytes(kept, digest)
-            return concatenate_datasets([dataset, Dataset(InMemoryTable(kept))], axis=1)
+        file, digest = f"reference_{name}.arrow", _digest_rows(dataset, batch_size)
+        stored = self._kept_reference(file, digest)
+        if stored is not None:
+            self._reference_files[file] = _to_bytes(stored, digest)
+            return concatenate_datasets([dataset, Dataset(InMemoryTable(stored))], axis=1)
         self._reference_done, self._reference_rows = 0, len(dataset)
         rows = f"{len(dataset)} {self.run.method.row_noun}"
         self.run.report.message(f"Computing the reference log-probabilities of {rows} ({name}).")
@@ -77,17 +77,17 @@ class ReferenceMixin(ServiceTrainerMixin):
     def compute_ref_log_probs(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         self._reference_done += len(inputs["input_ids"]) // (2 if self.run.method.has_pairs else 1)
         self.run.report.alive()
-        self.run.progress("loading", self._reference_done, self._reference_rows)
+        self.run.report_progress("loading", self._reference_done, self._reference_rows)
         return super().compute_ref_log_probs(model, inputs)
 
 
-def _digest(dataset: Dataset, batch_size: int) -> str:
+def _digest_rows(dataset: Dataset, batch_size: int) -> str:
     """Digest the rows and the size of the batches, whose padding affects how log-probabilities are rounded."""
-    found, rows = hashlib.sha256(str(batch_size).encode()), dataset.with_format("arrow")
+    digest, rows = hashlib.sha256(str(batch_size).encode()), dataset.with_format("arrow")
     for start in range(0, len(dataset), _ROWS_AT_ONCE):
         for batch in rows[start : start + _ROWS_AT_ONCE].combine_chunks().to_batches():
-            found.update(batch.serialize())
-    return found.hexdigest()
+            digest.update(batch.serialize())
+    return digest.hexdigest()
 
 
 def _to_bytes(table: pa.Table, digest: str) -> bytes:

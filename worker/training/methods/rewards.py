@@ -48,7 +48,7 @@ class _TimedOut(Exception):
     """A pattern or a schema of the user exceeded its time limit."""
 
 
-def _ignore(*_: Any) -> None:
+def _ignore_call(*_: Any) -> None:
     """Ignore the call; the default callback."""
 
 
@@ -58,9 +58,9 @@ class RewardFunction:
 
     name: str
     judge: Callable[[_Completion], float | None]
-    alive: Callable[[], None] = _ignore
+    alive: Callable[[], None] = _ignore_call
     """Called after each completion as a heartbeat, since scoring all of them may take long."""
-    warn: Callable[[str], None] = _ignore
+    warn: Callable[[str], None] = _ignore_call
     """Called once with a message if scoring repeatedly takes too long."""
     timeouts: int = field(default=0, init=False)
     """Number of completions that got 0 because scoring them took too long."""
@@ -79,14 +79,16 @@ class RewardFunction:
         """Return one reward per completion (a text or a list of messages); None where there is no reference answer."""
         answers = answer if answer is not None else [None] * len(completions)
         given_up_at = self.timeouts + _MAX_TIMEOUTS
-        found: list[float | None] = []
+        scores: list[float | None] = []
         for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True):
             given_up = self.timeouts >= given_up_at
-            found.append(0.0 if given_up else self._of(_Completion(_text(completion), tokens, expected)))
+            scores.append(
+                0.0 if given_up else self._score_completion(_Completion(_completion_text(completion), tokens, expected))
+            )
             self.alive()
-        return found
+        return scores
 
-    def _of(self, completion: _Completion) -> float | None:
+    def _score_completion(self, completion: _Completion) -> float | None:
         try:
             return self.judge(completion)
         except _TimedOut:
@@ -106,8 +108,8 @@ class RewardFunction:
 def build_reward_functions(
     rewards: Sequence[Reward],
     tokenizer: Any,
-    alive: Callable[[], None] = _ignore,
-    warn: Callable[[str], None] = _ignore,
+    alive: Callable[[], None] = _ignore_call,
+    warn: Callable[[str], None] = _ignore_call,
 ) -> list[RewardFunction]:
     """Create one function for each reward that is neither a model nor a plugin, in order, without weights.
 
@@ -115,73 +117,75 @@ def build_reward_functions(
     reward that is too slow.
     """
     return [
-        RewardFunction(name, _scorer(reward, tokenizer), alive, warn)
+        RewardFunction(name, _build_scorer(reward, tokenizer), alive, warn)
         for name, reward in zip(metric_names(rewards), rewards, strict=True)
         if not isinstance(reward, ModelReward | PluginReward)
     ]
 
 
-def _scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
+def _build_scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], float | None]:
     match reward:
         case ExactMatchReward():
             return _exact_match(reward)
         case NumericMatchReward():
             return _numeric_match(reward)
         case RegexReward():
-            return _regex(reward)
+            return _regex_scorer(reward)
         case JsonSchemaReward():
             return _json_schema(reward)
         case LengthReward():
-            return _length(reward, frozenset(tokenizer.all_special_ids))
+            return _length_scorer(reward, frozenset(tokenizer.all_special_ids))
         case FormatReward():
-            return _format(reward)
+            return _format_scorer(reward)
         case ModelReward() | PluginReward():
             raise TypeError(f"a reward of type {reward.type} is not built in here")
 
 
-def _text(completion: Any) -> str:
+def _completion_text(completion: Any) -> str:
     # A message that only calls tools has no content.
     return completion if isinstance(completion, str) else completion[-1]["content"] or ""
 
 
 def _exact_match(reward: ExactMatchReward) -> Callable[[_Completion], float | None]:
-    extract = _extractor(reward.extract)
+    extract = _build_extractor(reward.extract)
 
-    def plain(text: str) -> str:
+    def normalize_text(text: str) -> str:
         text = text.strip() if reward.strip else text
         return text.casefold() if reward.ignore_case else text
 
     def judge(completion: _Completion) -> float | None:
         if completion.answer is None:
             return None
-        found = extract(completion.text)
-        return float(found is not None and plain(found) == plain(completion.answer))
+        extracted = extract(completion.text)
+        return float(extracted is not None and normalize_text(extracted) == normalize_text(completion.answer))
 
     return judge
 
 
 def _numeric_match(reward: NumericMatchReward) -> Callable[[_Completion], float | None]:
-    extract = _extractor(reward.extract)
+    extract = _build_extractor(reward.extract)
 
     def judge(completion: _Completion) -> float | None:
-        wanted = last_number(completion.answer or "")
-        if wanted is None:
+        expected = last_number(completion.answer or "")
+        if expected is None:
             return None
-        found = last_number(extract(completion.text) or "")
-        if found is None:
+        extracted = last_number(extract(completion.text) or "")
+        if extracted is None:
             return 0.0
-        return float(math.isclose(found, wanted, rel_tol=reward.relative_tolerance, abs_tol=reward.absolute_tolerance))
+        return float(
+            math.isclose(extracted, expected, rel_tol=reward.relative_tolerance, abs_tol=reward.absolute_tolerance)
+        )
 
     return judge
 
 
-def _regex(reward: RegexReward) -> Callable[[_Completion], float]:
+def _regex_scorer(reward: RegexReward) -> Callable[[_Completion], float]:
     pattern = regex.compile(reward.pattern)
     matches = pattern.search if reward.mode == "search" else pattern.fullmatch
     return lambda completion: float(_in_time(matches, completion.text) is not None)
 
 
-def _extractor(pattern: str | None) -> Callable[[str], str | None]:
+def _build_extractor(pattern: str | None) -> Callable[[str], str | None]:
     """Return a function that extracts the last match's first group, or the whole match; None without a match.
 
     Without a pattern the whole text counts.
@@ -191,10 +195,10 @@ def _extractor(pattern: str | None) -> Callable[[str], str | None]:
     compiled = regex.compile(pattern)
 
     def extract(text: str) -> str | None:
-        found = _in_time(lambda text, timeout: list(compiled.finditer(text, timeout=timeout)), text)
-        if not found:
+        matches = _in_time(lambda text, timeout: list(compiled.finditer(text, timeout=timeout)), text)
+        if not matches:
             return None
-        last = found[-1]
+        last = matches[-1]
         group: str | None = last[1] if compiled.groups else None
         return group if group is not None else str(last[0])
 
@@ -208,8 +212,8 @@ def _in_time(matching: Callable[..., Any], *arguments: Any) -> Any:
         raise _TimedOut from None
 
 
-def _length(reward: LengthReward, special: frozenset[int]) -> Callable[[_Completion], float]:
-    def measure(completion: _Completion) -> int:
+def _length_scorer(reward: LengthReward, special: frozenset[int]) -> Callable[[_Completion], float]:
+    def measure_length(completion: _Completion) -> int:
         match reward.unit:
             case "tokens":
                 return sum(token not in special for token in completion.tokens)
@@ -219,7 +223,7 @@ def _length(reward: LengthReward, special: frozenset[int]) -> Callable[[_Complet
                 return len(completion.text.split())
 
     def judge(completion: _Completion) -> float:
-        length = measure(completion)
+        length = measure_length(completion)
         outside = max(reward.min - length, length - (length if reward.max is None else reward.max), 0)
         if outside == 0:
             return 1.0
@@ -228,10 +232,10 @@ def _length(reward: LengthReward, special: frozenset[int]) -> Callable[[_Complet
     return judge
 
 
-def _format(reward: FormatReward) -> Callable[[_Completion], float]:
+def _format_scorer(reward: FormatReward) -> Callable[[_Completion], float]:
     tags = re.compile(f"</?(?:{'|'.join(map(re.escape, reward.sections))})>")
-    wanted = [tag for section in reward.sections for tag in (f"<{section}>", f"</{section}>")]
-    return lambda completion: float(tags.findall(completion.text) == wanted)
+    expected = [tag for section in reward.sections for tag in (f"<{section}>", f"</{section}>")]
+    return lambda completion: float(tags.findall(completion.text) == expected)
 
 
 def _json_schema(reward: JsonSchemaReward) -> Callable[[_Completion], float]:
@@ -241,7 +245,7 @@ def _json_schema(reward: JsonSchemaReward) -> Callable[[_Completion], float]:
         blocks = _JSON_BLOCK.findall(completion.text)
         try:
             document = json.loads(blocks[-1] if blocks else completion.text, parse_constant=_not_json)
-            return float(schema.accepts(document))
+            return float(schema.is_valid(document))
         except (ValueError, RecursionError, ArithmeticError):
             return 0.0
 
@@ -260,7 +264,7 @@ class _BoundedSchema:
 
     def __init__(self, schema: dict[str, Any]) -> None:
         own: dict[str, Any] = {
-            "pattern": self._pattern,
+            "pattern": self._check_pattern,
             "patternProperties": self._pattern_properties,
             "additionalProperties": self._additional_properties,
             "uniqueItems": self._unique_items,
@@ -272,17 +276,17 @@ class _BoundedSchema:
         self._validator = extend(Draft202012Validator, checks)(without_draft)
         self._deadline = 0.0
 
-    def accepts(self, document: Any) -> bool:
+    def is_valid(self, document: Any) -> bool:
         """Return True if the document is valid; raise `_TimedOut` after a second."""
         self._deadline = time.thread_time() + _TIMEOUT_SECONDS
         return bool(self._validator.is_valid(document))
 
     def _in_time(self, check: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        def check_in_time(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
             self._seconds_left()
             return check(validator, value, instance, schema)
 
-        return checked
+        return check_in_time
 
     def _seconds_left(self) -> float:
         """Return the seconds left; raise `_TimedOut` if there are none."""
@@ -291,18 +295,18 @@ class _BoundedSchema:
             raise _TimedOut
         return left
 
-    def _unique_items(self, validator: Any, wanted: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    def _unique_items(self, validator: Any, is_required: bool, instance: Any, schema: Any) -> Iterator[ValidationError]:
         # The library's own check compares every item with every other.
-        if wanted and isinstance(instance, list):
+        if is_required and isinstance(instance, list):
             seen: set[str] = set()
             for item in instance:
                 self._seconds_left()
-                seen.add(json.dumps(_canonical(item), sort_keys=True))
+                seen.add(json.dumps(_canonical_value(item), sort_keys=True))
             if len(seen) < len(instance):
                 yield ValidationError("has an item twice")
 
-    def _pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-        if isinstance(instance, str) and not self._matches(pattern, instance):
+    def _check_pattern(self, validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(instance, str) and not self._matches_pattern(pattern, instance):
             yield ValidationError("does not match")
 
     def _pattern_properties(
@@ -311,7 +315,7 @@ class _BoundedSchema:
         if isinstance(instance, dict):
             for pattern, inner in patterns.items():
                 for name, value in instance.items():
-                    if self._matches(pattern, name):
+                    if self._matches_pattern(pattern, name):
                         yield from validator.descend(value, inner, path=name, schema_path=pattern)
 
     def _additional_properties(
@@ -324,10 +328,12 @@ class _BoundedSchema:
     def _additional_names(self, schema: dict[str, Any], instance: Iterable[str]) -> Iterator[str]:
         patterns = schema.get("patternProperties", {})
         for name in instance:
-            if name not in schema.get("properties", {}) and not any(self._matches(one, name) for one in patterns):
+            if name not in schema.get("properties", {}) and not any(
+                self._matches_pattern(one, name) for one in patterns
+            ):
                 yield name
 
-    def _matches(self, pattern: str, text: str) -> bool:
+    def _matches_pattern(self, pattern: str, text: str) -> bool:
         left = self._seconds_left()
         try:
             return regex.search(pattern, text, timeout=left) is not None
@@ -335,10 +341,10 @@ class _BoundedSchema:
             raise _TimedOut from None
 
 
-def _canonical(value: Any) -> Any:
+def _canonical_value(value: Any) -> Any:
     """Return the value with `1.0` as `1`, which are equal in JSON Schema."""
     if isinstance(value, dict):
-        return {name: _canonical(inner) for name, inner in value.items()}
+        return {name: _canonical_value(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_canonical(inner) for inner in value]
+        return [_canonical_value(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

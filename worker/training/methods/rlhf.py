@@ -86,7 +86,7 @@ class RewardTrainerMixin(ServiceTrainerMixin):
                     raise
                 failure = error
         if self.model.training:
-            every = self.run.ranks.gathered((failure is not None, self.step_rows))
+            every = self.run.ranks.gather_values((failure is not None, self.step_rows))
             if any(failed for failed, _ in every):
                 self.step_rows = [row for _, rows in every for row in rows]
                 description = "the model's output became non-finite while it generated completions"
@@ -119,7 +119,7 @@ class RewardTrainerMixin(ServiceTrainerMixin):
     def sequences_of(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         return []  # the anomaly is in the completions, not in the prompts
 
-    def measures(self) -> Mapping[str, str]:
+    def metric_names(self) -> Mapping[str, str]:
         own = {f"rewards/{name}/mean": f"reward_{name}" for name in self.reward_func_names}
         return {**self.MEASURES, **own}
 
@@ -172,22 +172,22 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     """
     base, tokenizer, max_length = preparation.prepare_start(run, replaced)
     preparation.chat_template_if_needed(run, tokenizer)
-    config, wanted = run.config, run.config.rlhf
-    longest_prompt = max_length - wanted.max_completion_length
+    config, rlhf = run.config, run.config.rlhf
+    longest_prompt = max_length - rlhf.max_completion_length
     if longest_prompt < 1:
         raise TrainingFailure(
             "config_error",
-            f"`rlhf.max_completion_length` is {wanted.max_completion_length}, but prompt and completion together may "
+            f"`rlhf.max_completion_length` is {rlhf.max_completion_length}, but prompt and completion together may "
             f"have at most {max_length} tokens: lower it.",
         )
 
     def read(rows: RowSource) -> Pairs:
-        return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=wanted.rewards)
+        return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=rlhf.rewards)
 
     data = preparation.read_data(run, read, TokenCache())
     training = data.training
     completions_in_a_step = config.batch_size * config.gradient_accumulation_steps * run.ranks.size
-    prompts_in_a_step = completions_in_a_step // wanted.num_generations
+    prompts_in_a_step = completions_in_a_step // rlhf.num_generations
     steps_per_epoch = len(training.dataset) // prompts_in_a_step
     if steps_per_epoch < 1 and not run.only_evaluates:
         raise TrainingFailure(
@@ -206,32 +206,32 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts))
         # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
-        functions = _rewards(run, tokenizer, max_length)
+        functions = _build_rewards(run, tokenizer, max_length)
         arguments = pipeline.trainer_arguments(run, total_steps) | {
-            "num_generations": wanted.num_generations,
-            "max_completion_length": wanted.max_completion_length,
-            "temperature": wanted.temperature,
-            "beta": wanted.beta,
-            "reward_weights": [one.weight for one in wanted.rewards],
+            "num_generations": rlhf.num_generations,
+            "max_completion_length": rlhf.max_completion_length,
+            "temperature": rlhf.temperature,
+            "beta": rlhf.beta,
+            "reward_weights": [one.weight for one in rlhf.rewards],
             "steps_per_generation": config.gradient_accumulation_steps,
         }
         if run.is_probe:
-            arguments |= probe.probe_generation_args(wanted)
-        if wanted.beta > 0 and config.lora_r is None:
+            arguments |= probe.probe_generation_args(rlhf)
+        if rlhf.beta > 0 and config.lora_r is None:
             # TRL loads the reference model itself, from the same weights as the policy.
             options = start.options | options_of_stored(start.stored_quantization)
             arguments["model_init_kwargs"] = {**options, "use_safetensors": True}
         if config.trainer_options.eval_batch_size is None:  # a multiple of the group size
-            groups = max(config.batch_size // wanted.num_generations, 1)
-            arguments["per_device_eval_batch_size"] = groups * wanted.num_generations
-        trainer: RewardTrainerMixin = pipeline.build(
-            GroupTrainer if wanted.algorithm == "grpo" else LeaveOneOutTrainer,
+            groups = max(config.batch_size // rlhf.num_generations, 1)
+            arguments["per_device_eval_batch_size"] = groups * rlhf.num_generations
+        trainer: RewardTrainerMixin = pipeline.build_trainer(
+            GroupTrainer if rlhf.algorithm == "grpo" else LeaveOneOutTrainer,
             run,
             start,
             model=network,
             # RLOO learns almost nothing from advantages that are not normalized.
             args=GRPOConfig(**arguments)
-            if wanted.algorithm == "grpo"
+            if rlhf.algorithm == "grpo"
             else RLOOConfig(**arguments, normalize_advantages=True),
             reward_funcs=functions,
             train_dataset=seen,
@@ -245,16 +245,16 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             trainer, base, replaced, data, max_length=max_length, reward_models=fingerprints or None
         )
         if run.only_evaluates:
-            return pipeline.evaluate(trainer)
-        pipeline.train(trainer)
-        return pipeline.finish(trainer, start, facts)
+            return pipeline.evaluate_weights(trainer)
+        pipeline.train_to_end(trainer)
+        return pipeline.finish_run(trainer, start, facts)
 
 
-def _rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]:
+def _build_rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]:
     """Create one function for each reward, in the order of the configuration."""
-    wanted = run.config.rlhf.rewards
+    configured = run.config.rlhf.rewards
     warn = partial(run.report.message, level="warning")
-    checks = iter(rewards.build_reward_functions(wanted, tokenizer, run.report.alive, warn))
+    checks = iter(rewards.build_reward_functions(configured, tokenizer, run.report.alive, warn))
     located = iter(run.job.reward_models)
     return [
         RewardScorer(next(located), name, run, max_length)
@@ -262,5 +262,5 @@ def _rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]
         else hooks.Reward(one, name)
         if one.type == "plugin"
         else next(checks)
-        for one, name in zip(wanted, metric_names(wanted), strict=True)
+        for one, name in zip(configured, metric_names(configured), strict=True)
     ]

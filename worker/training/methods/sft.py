@@ -34,23 +34,23 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
         """Division of each sequence among ranks; None: a rank has whole sequences."""
         self._whole: WholeSequences | None = None
 
-    def prepare(self) -> None:
-        super().prepare()
+    def prepare_model(self) -> None:
+        super().prepare_model()
         if self.sequences is not None:
-            self.sequences.check(self.model, self.pinned_text(), self.accelerator.autocast)
+            self.sequences.check_logits(self.model, self.pinned_text(), self.accelerator.autocast)
         elif self.padding_free:
             loss_check.check_separation(self)
 
     def get_train_dataloader(self) -> Any:
-        with self._dividing():
+        with self._dividing_sequences():
             return super().get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        with self._dividing():
+        with self._dividing_sequences():
             return super().get_eval_dataloader(eval_dataset)
 
     @contextmanager
-    def _dividing(self) -> Iterator[None]:
+    def _dividing_sequences(self) -> Iterator[None]:
         """During the block, the collator keeps this rank's part of each sequence."""
         collate, ranks = self.data_collator, self.run.ranks
         if self.sequences is not None:
@@ -69,7 +69,7 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
             yield
             return
         self._whole = self._whole.to(self.args.device)
-        with self.sequences.over(self._whole):
+        with self.sequences.divide_during(self._whole):
             yield
         self._whole = None
 
@@ -113,8 +113,8 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
         targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
         return int((targets != -100).sum())
 
-    def evaluated(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        reported = super().evaluated(metrics)
+    def named_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        reported = super().named_metrics(metrics)
         reported["eval_perplexity"] = math.exp(min(reported["eval_loss"], 700.0))
         return reported
 
@@ -130,7 +130,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     vocabulary = getattr(setup.base.architecture.get_text_config(), "vocab_size", None)
 
     def read(rows: RowSource) -> Tokens:
-        return dataset.tokenize(
+        return dataset.tokenize_file(
             rows.path, rows.format, setup.tokenizer, config, max_length=max_length, chosen=rows.chosen,
             purpose=rows.purpose, progress=rows.progress, sha256=rows.sha256, cache=rows.cache,
             vocabulary=vocabulary,
@@ -156,7 +156,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
 def _learn_weighted_answers(run: TrainingContext, replaced: list[Replacement]) -> None:
     """Learn only the answers, as OpenAI does, where messages have a `weight` and `loss_on` is not set."""
     data = run.job.dataset
-    if "loss_on" in run.given or data.format != "chat" or not has_weights(str(data.path)):
+    if "loss_on" in run.user_set_fields or data.format != "chat" or not has_weights(str(data.path)):
         return
     reason = "Messages of the training data have a `weight`, with which answers are learned and nothing else."
     preparation.replace_default(

@@ -60,7 +60,7 @@ def adapter_config(
         adapter.layers_to_transform = list(config.layers_to_transform)
     if config.trainable_token_indices is not None:
         _check_tokens(network, config.trainable_token_indices)
-    source = _continued(run)
+    source = _adapter_to_continue(run)
     changes_base = config.init_lora_weights in CHANGES_BASE
     if source is None and changes_base:
         adapter.init_lora_weights = config.init_lora_weights
@@ -79,7 +79,7 @@ def set_first_values(run: TrainingContext, model: Any, base: BaseModelSource) ->
     Raises:
         TrainingFailure: `config_error`: the base has not the weights for it.
     """
-    init, source = run.config.init_lora_weights, _continued(run)
+    init, source = run.config.init_lora_weights, _adapter_to_continue(run)
     if run.config.lora_r is None or (init not in CHANGES_BASE and init != "loftq"):
         return {}
     if init == "loftq":
@@ -112,7 +112,7 @@ def set_first_values(run: TrainingContext, model: Any, base: BaseModelSource) ->
         return {}
     values: Values = safetensors.torch.load_file(source / FIRST_VALUES)
     for name, layer in layers.items():
-        _subtract(layer, values[f"{name}.lora_A.weight"], values[f"{name}.lora_B.weight"])
+        _subtract_first_product(layer, values[f"{name}.lora_A.weight"], values[f"{name}.lora_B.weight"])
     model.peft_config[_ADAPTER].init_lora_weights = init  # as peft loads the adapters of checkpoints
     return values
 
@@ -157,7 +157,7 @@ def convert_to_unchanged_base(folder: Path) -> None:
     (folder / FIRST_VALUES).unlink()
 
 
-def _continued(run: TrainingContext) -> Path | None:
+def _adapter_to_continue(run: TrainingContext) -> Path | None:
     """Return the folder of the adapter that the run resumes or evaluates; None: it has a new one."""
     source = run.resume_from or run.job.weights
     return None if source is None else source.path
@@ -171,7 +171,7 @@ def _adapted_layers(model: Any) -> dict[str, Any]:
     }
 
 
-def _subtract(layer: Any, first_a: torch.Tensor, first_b: torch.Tensor) -> None:
+def _subtract_first_product(layer: Any, first_a: torch.Tensor, first_b: torch.Tensor) -> None:
     """Subtract first values from the base weights of a layer, with the operations of peft in their order."""
     base = layer.get_base_layer()
     weight = base.weight.data

@@ -29,7 +29,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify, one_line
+from worker.training.failures import OUT_OF_MEMORY, TrainingFailure, classify_error, one_line
 
 VARLEN = "varlen"
 """Name of this attention in transformers and in `attn_implementation`."""
@@ -153,7 +153,7 @@ def supports_varlen(architecture: PretrainedConfig) -> bool:
     return bool(is_causal) and takes_positions and set(getattr(text, "layer_types", None) or ()) <= _LAYER_TYPES
 
 
-def attend(
+def compute_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -243,7 +243,7 @@ def make_mask(
     is_causal = "allow_is_bidirectional_skip" not in options
     is_whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     if is_causal and is_whole and attention_mask is None and not allow_is_causal_skip:
-        texts = _texts(mask_function, q_length, local_size, device)
+        texts = _texts_of_mask(mask_function, q_length, local_size, device)
         if texts is not None:
             return texts
     if is_causal and is_whole and allow_is_causal_skip and _is_padded_at_end(attention_mask):
@@ -255,7 +255,7 @@ def make_mask(
     return mask
 
 
-def _texts(
+def _texts_of_mask(
     mask_function: Callable[..., Any], length: int, window: int | None, device: torch.device | str
 ) -> Texts | None:
     """Return the texts that a mask separates: the first token of each does not attend to the one before it."""
@@ -263,17 +263,17 @@ def _texts(
     if known is not None and known.are_in_masks and known.borders[-1] == length:
         if len(known.borders) == 2:
             return None
-        return Texts(known.borders, known.on_device, _longest(known.borders), window)
+        return Texts(known.borders, known.on_device, _longest_text(known.borders), window)
     later, zero = torch.arange(1, length, device=device), torch.zeros((), dtype=torch.long, device=device)
     is_first = ~torch.as_tensor(mask_function(zero, zero, later, later - 1))
     first = (is_first.nonzero().flatten() + 1).tolist()
     if not first:
         return None
     borders = (0, *first, length)
-    return Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest(borders), window)
+    return Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest_text(borders), window)
 
 
-def _longest(borders: tuple[int, ...]) -> int:
+def _longest_text(borders: tuple[int, ...]) -> int:
     return max(end - first for first, end in pairwise(borders))
 
 
@@ -289,7 +289,7 @@ def _passed_texts(
     is_single = len(cu_seq_lens_q) == 2
     if attention_mask is None:
         borders = (0, query.shape[2]) if is_single else tuple(cu_seq_lens_q.tolist())
-        return Texts(borders, cu_seq_lens_q, _longest(borders), None)
+        return Texts(borders, cu_seq_lens_q, _longest_text(borders), None)
     if is_single:
         return None
     raise TrainingFailure(
@@ -318,7 +318,7 @@ def _has_kernel(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
     width = query.shape[-1]
     return (
         query.is_cuda
-        and _type(query) in (torch.float16, torch.bfloat16)
+        and _compute_type(query) in (torch.float16, torch.bfloat16)
         and value.shape[-1] <= width <= _WIDEST_HEAD
         and width % _WIDTH_STEP == 0
         and (texts.window is None or "window_size" in _PARAMETERS)
@@ -352,7 +352,7 @@ def _form_failure(device: torch.device, repeats_keys: bool, kernel: Callable[...
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, texts: Texts) -> torch.Tensor:
         return _at_once(query, key, value, texts, None, repeats_keys=repeats_keys, kernel=kernel)
 
-    return _failure(attention, device, (0, 24, _CHECKED_TOKENS), (4, 2), _CHECKED_WIDTH)
+    return _find_failure(attention, device, (0, 24, _CHECKED_TOKENS), (4, 2), _CHECKED_WIDTH)
 
 
 def batch_texts(device: torch.device, architecture: PretrainedConfig, length: int) -> str | None:
@@ -379,7 +379,7 @@ def batch_texts(device: torch.device, architecture: PretrainedConfig, length: in
     def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, texts: Texts) -> torch.Tensor:
         return _as_batch(query, key, value, texts.longest, None)
 
-    failure = _failure(attention, device, (0, _SHORTEST_BATCHED, 2 * _SHORTEST_BATCHED), (heads, kv_heads), width)
+    failure = _find_failure(attention, device, (0, _SHORTEST_BATCHED, 2 * _SHORTEST_BATCHED), (heads, kv_heads), width)
     if failure is None:
         _batched_length = length
     return failure
@@ -417,7 +417,7 @@ def _are_batch(query: torch.Tensor, value: torch.Tensor, texts: Texts) -> bool:
     )
 
 
-def _failure(
+def _find_failure(
     attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Texts], torch.Tensor],
     device: torch.device,
     borders: tuple[int, ...],
@@ -434,12 +434,12 @@ def _failure(
         width: that of a head.
     """
     generator = torch.Generator(device).manual_seed(0)
-    texts = Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest(borders), None)
+    texts = Texts(borders, torch.tensor(borders, dtype=torch.int32, device=device), _longest_text(borders), None)
     shapes = ((1, borders[-1], count, width) for count in (heads[0], heads[1], heads[1]))
     # In memory, the heads of a token follow each other, as in a model.
     states = [torch.randn(shape, generator=generator, device=device).bfloat16().requires_grad_() for shape in shapes]
 
-    def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    def compute_results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         out = compute(*(state.transpose(1, 2) for state in states))
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), states)]
 
@@ -456,22 +456,22 @@ def _failure(
 
     try:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            computed = results(lambda query, key, value: attention(query, key, value, texts))
+            computed = compute_results(lambda query, key, value: attention(query, key, value, texts))
             with _without_plans(device):
-                expected = results(each_alone)
+                expected = compute_results(each_alone)
             differences = [
                 float((tensor.float() - other.float()).norm() / other.float().norm())
                 for tensor, other in zip(computed, expected, strict=True)
             ]
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        if classify(error).code == OUT_OF_MEMORY:
+        if classify_error(error).code == OUT_OF_MEMORY:
             raise
         return f"it fails: {one_line(error)}"
     wrong = [difference for difference in differences if not difference <= _CHECKED_TOLERANCE]  # NaN is wrong too
     return f"its results differ by {max(wrong):.1g} from those of sdpa" if wrong else None
 
 
-def _type(tensor: torch.Tensor) -> torch.dtype:
+def _compute_type(tensor: torch.Tensor) -> torch.dtype:
     """Return the data type in which the current precision computes attention."""
     device = tensor.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
@@ -493,7 +493,7 @@ def _at_once(
     torch 2.10 and 2.11 hand fewer heads of keys and values to flash attention, which takes them, without a parameter
     for it.
     """
-    width, value_width, dtype = query.shape[-1], value.shape[-1], _type(query)
+    width, value_width, dtype = query.shape[-1], value.shape[-1], _compute_type(query)
     groups = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {}
     if repeats_keys:
@@ -524,7 +524,7 @@ def _as_batch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, length: int, scaling: float | None
 ) -> torch.Tensor:
     """Compute the attention of one sequence of texts that all have this length; nothing is copied."""
-    dtype, is_grouped = _type(query), query.shape[1] != key.shape[1]
+    dtype, is_grouped = _compute_type(query), query.shape[1] != key.shape[1]
     query, key, value = (
         tensor.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1).to(dtype) for tensor in (query, key, value)
     )
@@ -547,5 +547,5 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
     return ((distance >= 0) & (distance < window))[None, None]
 
 
-AttentionInterface.register(VARLEN, attend)
+AttentionInterface.register(VARLEN, compute_attention)
 AttentionMaskInterface.register(VARLEN, make_mask)

@@ -23,7 +23,7 @@ from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, one_line
 from worker.training.model.checked_weights import load_pretrained
-from worker.training.model.merging import dequantized, merge_adapter, options_of_stored
+from worker.training.model.merging import dequantize_model, merge_adapter, options_of_stored
 from worker.wire.heartbeat import HeartbeatCallback, heartbeat_while_growing
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -85,9 +85,9 @@ def find_base(job: JobSpec, config: TrainingConfig, commit: str | None = None) -
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
     """
-    named, options = job.base_model, _options(job)
+    named, options = job.base_model, _load_options(job)
     if named.path is None:
-        return _pin(named.name, named.hub or named.name, options, commit or named.revision or config.revision)
+        return _pin_revision(named.name, named.hub or named.name, options, commit or named.revision or config.revision)
     folder = named.path
     if config.revision is not None:
         raise TrainingFailure("config_error", "`revision` applies to hub models only, and the base model is a folder.")
@@ -96,7 +96,7 @@ def find_base(job: JobSpec, config: TrainingConfig, commit: str | None = None) -
     if (folder / ADAPTER_CONFIG).is_file():
         return _adapter_base(folder, named, options, commit)
     return replace(
-        _pin(named.name, str(folder), options, None),
+        _pin_revision(named.name, str(folder), options, None),
         from_scratch=_has_no_weights(folder, named.name, config),
     )
 
@@ -113,17 +113,17 @@ def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
         TrainingFailure: `model_not_found` or `config_error`.
     """
     if named.path is None:
-        return _pin(named.name, named.hub or named.name, _options(job), named.revision)
+        return _pin_revision(named.name, named.hub or named.name, _load_options(job), named.revision)
     folder = named.path
     if not folder.is_dir():
         raise TrainingFailure("model_not_found", f"The reward model {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
-        return _adapter_base(folder, named, _options(job))
-    return _pin(named.name, str(folder), _options(job), None)
+        return _adapter_base(folder, named, _load_options(job))
+    return _pin_revision(named.name, str(folder), _load_options(job), None)
 
 
 @contextmanager
-def merged(
+def merged_base(
     base: BaseModelSource, target: Path, dtype: torch.dtype, alive: HeartbeatCallback
 ) -> Iterator[BaseModelSource]:
     """Yield the base with its adapter merged in, stored in the folder `target` until the block ends.
@@ -138,7 +138,7 @@ def merged(
         return
     try:
         with heartbeat_while_growing(alive, base.folder, target):
-            whole = _merge(base, base.adapter, target, dtype)
+            whole = _merge_into_folder(base, base.adapter, target, dtype)
         yield whole
     finally:
         remove_tree(target, ignore_errors=True)
@@ -150,7 +150,7 @@ def load_tokenizer(base: BaseModelSource) -> PreTrainedTokenizerBase:
     Raises:
         TrainingFailure: it cannot be loaded, or it has no end-of-sequence token.
     """
-    return complete_tokenizer(_tokenizer(base.tokenizer_source, base.options))
+    return complete_tokenizer(_load_tokenizer_files(base.tokenizer_source, base.options))
 
 
 def load_tokenizer_of(named: ModelSource, base: BaseModelSource, job: JobSpec) -> PreTrainedTokenizerBase:
@@ -160,7 +160,7 @@ def load_tokenizer_of(named: ModelSource, base: BaseModelSource, job: JobSpec) -
         TrainingFailure: it cannot be loaded, has no end-of-sequence token, or has more tokens than the base.
     """
     source = named.portable_name if named.path is None else str(named.path)
-    tokenizer = complete_tokenizer(_tokenizer(source, _options(job)))
+    tokenizer = complete_tokenizer(_load_tokenizer_files(source, _load_options(job)))
     highest = max(tokenizer.get_vocab().values())
     rows = getattr(base.architecture.get_text_config(), "vocab_size", None)
     if rows is not None and highest >= rows:
@@ -173,7 +173,7 @@ def load_tokenizer_of(named: ModelSource, base: BaseModelSource, job: JobSpec) -
     return tokenizer
 
 
-def _tokenizer(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _load_tokenizer_files(source: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
@@ -196,7 +196,7 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     return tokenizer
 
 
-def _options(job: JobSpec) -> dict[str, Any]:
+def _load_options(job: JobSpec) -> dict[str, Any]:
     return {"local_files_only": not job.hub_allowed, "trust_remote_code": job.trust_remote_code}
 
 
@@ -252,7 +252,7 @@ def _is_access_denied(error: BaseException | None) -> bool:
     return False
 
 
-def _pin(name: str, source: str, options: dict[str, Any], revision: str | None) -> BaseModelSource:
+def _pin_revision(name: str, source: str, options: dict[str, Any], revision: str | None) -> BaseModelSource:
     """Describe a folder, or a hub model at the current commit of `revision` (None: its main branch)."""
     commit = None
     try:
@@ -292,7 +292,7 @@ def _adapter_base(
         raise TrainingFailure("model_not_found", f"The adapter {name} does not name its base model.")
     # The output of a run names its base as a user does, and the worker has located it.
     place = str(named.base.path or named.base.hub) if named.base else described.base_model_name_or_path
-    base = _pin(name, place, options, commit or described.revision)
+    base = _pin_revision(name, place, options, commit or described.revision)
     own_tokenizer = (folder / "tokenizer_config.json").is_file()
     return replace(
         base,
@@ -302,14 +302,14 @@ def _adapter_base(
     )
 
 
-def _merge(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtype) -> BaseModelSource:
+def _merge_into_folder(base: BaseModelSource, adapter: Path, target: Path, dtype: torch.dtype) -> BaseModelSource:
     try:
         options = base.options | options_of_stored(base.stored_quantization)
         model = load_pretrained(
             AutoModelForCausalLM, base.source, f"The base of the adapter {base.name}", dtype=dtype, **options
         )
         try:
-            whole = merge_adapter(dequantized(model, dtype), adapter, f"The adapter {base.name}")
+            whole = merge_adapter(dequantize_model(model, dtype), adapter, f"The adapter {base.name}")
         except ValueError as error:  # peft rejects the configuration of an adapter with it
             raise TrainingFailure(
                 "config_error", f"The adapter {base.name} does not fit its base model: {one_line(error)}"

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.core_model_loading import WeightTransform, dot_natural_key
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from worker.training.failures import TrainingFailure, classify
+from worker.training.failures import TrainingFailure, classify_error
 
 _NAMES_LISTED = 3
 _SIZE_MISMATCH = re.compile(
@@ -69,9 +69,9 @@ def load_pretrained(auto: Any, source: str | Path, name: str, *, has_new_head: b
         if unexpected:
             unexpected -= _language_model_keys(model, options)
     missing |= {f"{key}.nested_absmax" for key in _without_nested_state(model)}
-    problems = [*_problems(missing, unexpected), *_wrong_sizes(_quantized_sizes(model))]
+    problems = [*_describe_problems(missing, unexpected), *_wrong_sizes(_quantized_sizes(model))]
     if problems:
-        raise _mismatch(name, problems, missing, unexpected)
+        raise _mismatch_failure(name, problems, missing, unexpected)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _raise_non_finite(name, [key for key in non_finite if key in parameters], model.dtype)
     return model
@@ -104,7 +104,7 @@ def checked_adapters(name: str) -> Iterator[None]:
             if "." not in str(error.args[0]):
                 raise
             # A module that is trained as a whole, which the file lacks.
-            raise _adapter_mismatch(name, _problems({str(error.args[0])}, ())) from error
+            raise _adapter_mismatch(name, _describe_problems({str(error.args[0])}, ())) from error
         except RuntimeError as error:
             if sizes := {_base_name(key, adapter): both for key, both in _sizes_in(error).items()}:
                 raise _adapter_mismatch(name, _wrong_sizes(sizes), sizes) from error
@@ -112,13 +112,13 @@ def checked_adapters(name: str) -> Iterator[None]:
         # In memory each layer has the vectors that VB-LoRA shares; prompts are loaded apart from the keys of modules.
         missing = [key for key in result.missing_keys if _SHARED not in key]
         unexpected = [] if model.peft_config[adapter].is_prompt_learning else result.unexpected_keys
-        if problems := _problems(missing, unexpected):
+        if problems := _describe_problems(missing, unexpected):
             raise _adapter_mismatch(name, problems)
         own = [key for key, value in model.named_parameters() if f".{adapter}" in key and not _is_finite(value)]
         _raise_non_finite(name, own, None)
         return result
 
-    with _replaced(PeftModel, "load_adapter", load_checked):
+    with _replaced_attribute(PeftModel, "load_adapter", load_checked):
         yield
 
 
@@ -131,8 +131,8 @@ def check_keys(model: torch.nn.Module, missing: Collection[str], unexpected: Col
     tensors = model.state_dict(keep_vars=True)
     loaded = {id(tensor) for key, tensor in tensors.items() if key not in missing}
     missing = [key for key in missing if id(tensors.get(key)) not in loaded]
-    if problems := _problems(missing, unexpected):
-        raise _mismatch(name, problems, missing, unexpected)
+    if problems := _describe_problems(missing, unexpected):
+        raise _mismatch_failure(name, problems, missing, unexpected)
 
 
 @contextmanager
@@ -146,12 +146,12 @@ def checked_sizes(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if sizes := _sizes_in(error):
-            raise _mismatch(name, _wrong_sizes(sizes)) from error
+            raise _mismatch_failure(name, _wrong_sizes(sizes)) from error
         raise
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced_attribute(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -177,7 +177,7 @@ def _non_finite_tensors() -> Iterator[list[str]]:
             names.extend(targets)
         return tensors
 
-    with _replaced(WeightTransform, "materialize_tensors", materialize_checked):
+    with _replaced_attribute(WeightTransform, "materialize_tensors", materialize_checked):
         yield names
 
 
@@ -198,7 +198,8 @@ def _raise_non_finite(name: str, keys: Collection[str], dtype: torch.dtype | Non
     advice = "Set `dtype` to bfloat16 or float32, copy" if is_half else "Copy"
     raise TrainingFailure(
         "config_error",
-        f"{name} cannot be used: its weights contain values that are NaN or infinite{loaded_as}, in {_listed(keys)}. "
+        f"{name} cannot be used: its weights contain values that are NaN or infinite{loaded_as}, in "
+        f"{_list_keys(keys)}. "
         f"{advice} or download the model again, or use another one.",
     )
 
@@ -212,7 +213,7 @@ def _raise_mismatch(error: RuntimeError, name: str) -> None:
     if info is None:
         return
     for details in info.conversion_errors.values():
-        failure = classify(RuntimeError(details))
+        failure = classify_error(RuntimeError(details))
         if failure.code != "internal":  # such as a lack of memory
             raise failure from error
     problems = _wrong_sizes({key: (tuple(stored), tuple(needed)) for key, stored, needed in info.mismatched_keys})
@@ -220,10 +221,12 @@ def _raise_mismatch(error: RuntimeError, name: str) -> None:
         details = next(iter(info.conversion_errors.values()))
         reason = details.splitlines()[-2]
         reason = f"{reason} is missing" if "KeyError" in details else reason
-        problems.append(f"{_listed(info.conversion_errors)} cannot be built from the tensors in its files ({reason})")
+        problems.append(
+            f"{_list_keys(info.conversion_errors)} cannot be built from the tensors in its files ({reason})"
+        )
     if problems:
         missing = info.missing_keys - info.conversion_errors.keys()
-        raise _mismatch(name, [*_problems(missing, info.unexpected_keys), *problems]) from error
+        raise _mismatch_failure(name, [*_describe_problems(missing, info.unexpected_keys), *problems]) from error
 
 
 def _is_part_of(source: str | Path, model: Any, options: Mapping[str, Any]) -> bool:
@@ -288,10 +291,10 @@ def _base_name(key: str, adapter: str) -> str:
     return name
 
 
-def _problems(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
+def _describe_problems(missing: Collection[str], unexpected: Collection[str]) -> list[str]:
     clauses = (missing, "missing"), (unexpected, "unexpected")
     return [
-        f"{len(keys)} tensor{' is' if len(keys) == 1 else 's are'} {what} ({_listed(keys)})"
+        f"{len(keys)} tensor{' is' if len(keys) == 1 else 's are'} {what} ({_list_keys(keys)})"
         for keys, what in clauses
         if keys
     ]
@@ -299,23 +302,25 @@ def _problems(missing: Collection[str], unexpected: Collection[str]) -> list[str
 
 def _wrong_sizes(sizes: Sizes) -> list[str]:
     keys = sorted(sizes, key=dot_natural_key)
-    clauses = [f"{key} has the size {_size(sizes[key][0])} instead of {_size(sizes[key][1])}" for key in keys]
+    clauses = [
+        f"{key} has the size {_format_shape(sizes[key][0])} instead of {_format_shape(sizes[key][1])}" for key in keys
+    ]
     more = len(clauses) - _NAMES_LISTED
     return clauses if more <= 0 else [*clauses[:_NAMES_LISTED], f"{more} more have another size"]
 
 
-def _size(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _listed(keys: Collection[str]) -> str:
+def _list_keys(keys: Collection[str]) -> str:
     """Return the first names and the number of the others."""
     names = sorted(keys, key=dot_natural_key)
     more = len(names) - _NAMES_LISTED
     return ", ".join(names[:_NAMES_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _mismatch(
+def _mismatch_failure(
     name: str, problems: Collection[str], missing: Collection[str] = (), unexpected: Collection[str] = ()
 ) -> TrainingFailure:
     advice = "Copy or download the model again, or correct its config.json or the names in its files."

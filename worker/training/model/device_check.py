@@ -13,7 +13,7 @@ from app.contracts.attempt.device import AssignedDevice
 from app.contracts.methods import TrainingMethod
 from app.contracts.training_config.fields import TrainingConfig
 from app.contracts.training_config.resolution import resolve_config
-from worker.training.failures import DEVICE_ERROR, OUT_OF_MEMORY, classify, one_line
+from worker.training.failures import DEVICE_ERROR, OUT_OF_MEMORY, classify_error, one_line
 from worker.training.model import loader
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.kernels import use_kernels, use_liger
@@ -40,7 +40,7 @@ def check_device(device: AssignedDevice) -> None:
     try:
         _take_step(device, TrainingMethod.qlora)
     except Exception as error:
-        failure = classify(error)
+        failure = classify_error(error)
         if failure.code == OUT_OF_MEMORY:
             return
         if failure.code == DEVICE_ERROR:

@@ -40,7 +40,7 @@ def fuse_lora_layers(model: nn.Module) -> str | None:
     layers = [module for module in model.modules() if isinstance(module, lora.LoraLayer)]
     fusible = [layer for layer in layers if _is_fusible(layer)]
     for layer in fusible:
-        layer.forward = MethodType(_forward, layer)
+        layer.forward = MethodType(_fused_forward, layer)
     if not layers:
         return None
     return {0: "peft", len(layers): "fused"}.get(len(fusible), f"{len(fusible)} of {len(layers)} layers fused")
@@ -73,7 +73,7 @@ def _is_fusible(layer: Any) -> bool:
     return is_frozen and _fusible_adapter(layer) is not None
 
 
-def _forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _fused_forward(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     # A compiler fuses the operations of peft, and has its own random numbers.
     adapter = None if args or kwargs or torch.compiler.is_compiling() else _fusible_adapter(layer)
     if adapter is None:
@@ -126,14 +126,14 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
         # Autocast would cast the weights too, but remember copies without a gradient until it ends.
         if ctx.products is not None:
             seed = draw_seed(x.device)
-            hidden = ctx.products.project(_rows(x), down.to(dtype), seed, rate)
+            hidden = ctx.products.project(_flatten_rows(x), down.to(dtype), seed, rate)
         else:
             dropped = x.to(dtype)
             if rate:
-                ctx.rng_state = _generator(x).get_state() if device in _REDRAWS_ON else None
-                dropped, mask = _drop(dropped, rate)
-            hidden = F.linear(_rows(dropped), down.to(dtype))
-        total = _rows(result)
+                ctx.rng_state = _dropout_generator(x).get_state() if device in _REDRAWS_ON else None
+                dropped, mask = _drop_values(dropped, rate)
+            hidden = F.linear(_flatten_rows(dropped), down.to(dtype))
+        total = _flatten_rows(result)
         if total.dtype == dtype:
             total.addmm_(hidden, up.to(dtype).t(), alpha=scaling)
         else:
@@ -147,7 +147,7 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, down, up, hidden, mask, seed = ctx.saved_tensors
         needs_x, needs_down, needs_up, *_ = ctx.needs_input_grad
-        total_grad = _rows(gradient)
+        total_grad = _flatten_rows(gradient)
         grad = total_grad.to(ctx.dtype)
         x_grad = down_grad = up_grad = None
         if needs_up:
@@ -155,20 +155,20 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
         hidden_grad = (grad @ up.to(ctx.dtype)).mul_(ctx.scaling)
         if seed is not None:
             if needs_down:
-                down_grad = ctx.products.project_gradient(_rows(x), hidden_grad, seed, ctx.rate).to(down.dtype)
+                down_grad = ctx.products.project_gradient(_flatten_rows(x), hidden_grad, seed, ctx.rate).to(down.dtype)
         else:
             dropped = x.to(ctx.dtype)
             if mask is not None:
-                dropped = _masked(dropped, mask, ctx.rate)
+                dropped = _apply_mask(dropped, mask, ctx.rate)
             elif ctx.rate:
-                with _replaying(_generator(x), ctx.rng_state):
-                    dropped, mask = _drop(dropped, ctx.rate)
+                with _replaying_state(_dropout_generator(x), ctx.rng_state):
+                    dropped, mask = _drop_values(dropped, ctx.rate)
             if needs_down:
-                down_grad = (hidden_grad.t() @ _rows(dropped)).to(down.dtype)
+                down_grad = (hidden_grad.t() @ _flatten_rows(dropped)).to(down.dtype)
             del dropped  # before the next tensor of its size
         if needs_x:
             base_grad = total_grad.to(_dtype_of_products(ctx.base, total_grad.dtype))
-            x_grad = base_grad @ _weight(ctx.base, base_grad.dtype)
+            x_grad = base_grad @ _base_weight(ctx.base, base_grad.dtype)
             if seed is not None:
                 ctx.products.add_input_gradient(x_grad, hidden_grad, down.to(ctx.dtype), seed, ctx.rate)
             elif mask is None and x_grad.dtype == ctx.dtype:
@@ -176,23 +176,23 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
             else:
                 adapter_grad = (hidden_grad @ down.to(ctx.dtype)).view(x.shape)
                 if mask is not None:
-                    adapter_grad = _masked(adapter_grad, mask, ctx.rate)
-                x_grad += _rows(adapter_grad)
+                    adapter_grad = _apply_mask(adapter_grad, mask, ctx.rate)
+                x_grad += _flatten_rows(adapter_grad)
             x_grad = x_grad.to(x.dtype).view(x.shape)
         return x_grad, down_grad, up_grad, None, None, None
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _drop(tensor: torch.Tensor, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _drop_values(tensor: torch.Tensor, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tensor with values dropped, and the mask of those that stay; they are drawn in the order of memory."""
     dropped, mask = torch.native_dropout(tensor.contiguous(), rate, True)
     return dropped, mask
 
 
-def _masked(tensor: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
+def _apply_mask(tensor: torch.Tensor, mask: torch.Tensor, rate: float) -> torch.Tensor:
     masked: torch.Tensor = torch.ops.aten.native_dropout_backward(tensor, mask, 1 / (1 - rate))
     return masked
 
@@ -203,7 +203,7 @@ def _dtype_of_products(base: Any, dtype: torch.dtype) -> torch.dtype:
     return computes_in or dtype
 
 
-def _weight(base: Any, dtype: torch.dtype) -> torch.Tensor:
+def _base_weight(base: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight of a linear layer (outputs, inputs), as the backward pass of its own operation has it."""
     if isinstance(base, Linear4bit):
         fix_4bit_weight_quant_state_from_module(base)  # a sharded model has gathered the weight without its state
@@ -214,7 +214,7 @@ def _weight(base: Any, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype)
 
 
-def _generator(x: torch.Tensor) -> torch.Generator:
+def _dropout_generator(x: torch.Tensor) -> torch.Generator:
     """Return the generator of the random numbers of dropout on the device of `x`."""
     if x.is_cuda and torch.cuda.is_initialized():  # a simulated GPU has none
         generator: torch.Generator = torch.cuda.default_generators[x.device.index]
@@ -223,7 +223,7 @@ def _generator(x: torch.Tensor) -> torch.Generator:
 
 
 @contextmanager
-def _replaying(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
+def _replaying_state(generator: torch.Generator, state: torch.Tensor) -> Iterator[None]:
     """During the block, the generator repeats what it drew from `state` on; afterwards it goes on from where it was."""
     current = generator.get_state()
     generator.set_state(state)

@@ -31,7 +31,7 @@ from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure
 from worker.training.model.checked_weights import load_pretrained
-from worker.training.model.merging import dequantized, options_of_stored
+from worker.training.model.merging import dequantize_model, options_of_stored
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
 # The first call compiles hundreds of patterns, which transformers keeps: here, so that forks of the zygote have them.
@@ -57,12 +57,12 @@ def machine_of(device: AssignedDevice | None) -> DeviceCapabilities:
     return DeviceCapabilities(
         kind="cuda",
         bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-        flash_attention=is_flash_attn_2_available() and _imports("flash_attn"),
-        flash_attention_3=is_flash_attn_3_available() and _imports("flash_attn_interface"),
+        flash_attention=is_flash_attn_2_available() and _can_import("flash_attn"),
+        flash_attention_3=is_flash_attn_3_available() and _can_import("flash_attn_interface"),
     )
 
 
-def _imports(package: str) -> bool:
+def _can_import(package: str) -> bool:
     """Return True if a compiled package can be imported, unlike one that was built for another torch."""
     try:
         importlib.import_module(package)
@@ -93,13 +93,13 @@ def load_model(
     a model that is not quantized stays there. `dtype` is that of the weights; None: as a run trains them.
     """
     options = dict(base.options)
-    attention = _attention(base, config, machine)
+    attention = _choose_attention(base, config, machine)
     if attention is not None:
         options["attn_implementation"] = attention
     if head == "reward":
         options["num_labels"] = 1
     if base.from_scratch:
-        return _initialize(base, config, machine, options)
+        return _initialize_model(base, config, machine, options)
     # The new head is fully trained, so it is not quantized; transformers excludes a `causal` head by itself.
     unquantized = [SCORE] if head == "reward" else None
     stored = base.stored_quantization
@@ -165,7 +165,7 @@ def _as_configured(model: PreTrainedModel, config: TrainingConfig, dtype: torch.
     Without an adapter, which is an evaluation, it is dequantized: no trainer of TRL takes it otherwise.
     """
     if config.lora_r is None or getattr(model, "hf_quantizer", None) is None:
-        return dequantized(model, dtype)
+        return dequantize_model(model, dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point() and not isinstance(parameter, Params4bit | Int8Params):
             parameter.data = parameter.data.to(dtype)
@@ -178,7 +178,7 @@ def load_for_merge(
     """Load the base model onto the device in its own data type; a quantized one as the adapter saw it, dequantized."""
     dtype = base.architecture.get_text_config().dtype or torch.float32
     if config.load_in_4bit or config.load_in_8bit or base.stored_quantization is not None:
-        return dequantized(load_model(base, config, machine, head), dtype)
+        return dequantize_model(load_model(base, config, machine, head), dtype)
     # On a GPU, directly in the data type of the base: a frozen base is trained on in 16 bits, whatever its own are.
     return load_model(base, config, machine, head, dtype=dtype if machine.kind == "cuda" else None).to(dtype)
 
@@ -198,7 +198,7 @@ def name_base(model: Any, name: str) -> None:
     model.config._name_or_path = name
 
 
-def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities) -> str | None:
+def _choose_attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities) -> str | None:
     """Return the attention implementation; None leaves it to the model, which uses sdpa if it supports it.
 
     Raises:
@@ -225,7 +225,7 @@ def _attention(base: BaseModelSource, config: TrainingConfig, machine: DeviceCap
 _AUTO: dict[Head, Any] = {"causal": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
 
 
-def _initialize(
+def _initialize_model(
     base: BaseModelSource, config: TrainingConfig, machine: DeviceCapabilities, options: dict[str, Any]
 ) -> PreTrainedModel:
     """Create the architecture with random weights, the same for the same seed on every device."""
@@ -293,7 +293,7 @@ def unrounded_adapters(alive: HeartbeatCallback = no_heartbeat) -> Iterator[None
     name = "_move_adapter_to_device_of_base_layer"
     originals = {kind: getattr(kind, name) for kind in (BaseTunerLayer, ParamWrapper)}
 
-    def unrounded(move: Callable[..., None]) -> Callable[..., None]:
+    def keep_unrounded(move: Callable[..., None]) -> Callable[..., None]:
         def move_alone(layer: BaseTunerLayer, adapter: str, device: torch.device | None = None) -> None:
             alive()
             values = [parameter.data for parameter in _adapter_parameters(layer, adapter)]
@@ -305,7 +305,7 @@ def unrounded_adapters(alive: HeartbeatCallback = no_heartbeat) -> Iterator[None
         return move_alone
 
     for kind, original in originals.items():
-        setattr(kind, name, unrounded(original))
+        setattr(kind, name, keep_unrounded(original))
     try:
         yield
     finally:
@@ -381,7 +381,7 @@ def initial_run_info(model: torch.nn.Module, machine: DeviceCapabilities) -> dic
         "parameters_trainable": trainable,
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "device": machine.kind,
-        "versions": versions(),
+        "versions": library_versions(),
         # Vector instructions and the number of threads of a CPU affect how its sums are rounded.
         "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -393,7 +393,7 @@ def initial_run_info(model: torch.nn.Module, machine: DeviceCapabilities) -> dic
     return facts
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Return the versions of everything that affects the numbers of a run."""
     modules = (torch, transformers, trl, peft, bitsandbytes, accelerate, datasets)
     return {"python": platform.python_version(), **{m.__name__: str(m.__version__) for m in modules}}

@@ -33,7 +33,7 @@ def merge_adapter(model: PreTrainedModel, adapter: Path, what: str) -> PreTraine
     return adapted.merge_and_unload(safe_merge=True)
 
 
-def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return `model` with weights of `dtype`, whether it was quantized when it was loaded or stored so."""
     if getattr(model, "hf_quantizer", None) is not None:
         model = model.dequantize(dtype=dtype)
@@ -64,14 +64,14 @@ def _untie_adapted(adapted: PeftModel) -> None:
             continue
         if all(isinstance(layer, TrainableTokensWrapper) for layer in layers):
             continue  # peft trains the same rows for both
-        owner = _unwrapped(model.get_submodule(layer_name))
+        owner = _unwrap_layer(model.get_submodule(layer_name))
         setattr(owner, parameter, torch.nn.Parameter(getattr(owner, parameter).detach().clone(), requires_grad=False))
         del tied[names[0]]
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
 
 
-def _unwrapped(layer: Any) -> Any:
+def _unwrap_layer(layer: Any) -> Any:
     """Return the layer of the base in what peft has put around it."""
     while isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
         layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module

@@ -15,7 +15,7 @@ from worker.training.failures import TrainingFailure
 from worker.training.model import base_model
 from worker.training.model.base_model import BaseModelSource, load_failure
 from worker.training.model.checked_weights import load_pretrained
-from worker.training.model.merging import dequantized, merge_adapter, options_of_stored
+from worker.training.model.merging import dequantize_model, merge_adapter, options_of_stored
 from worker.wire.heartbeat import heartbeat_while_growing
 
 _TEXTS_AT_ONCE = 8
@@ -35,22 +35,22 @@ class RewardScorer:
         self.__name__ = name
         self._run, self._alive = run, run.report.alive
         self._named = named.name
-        found = base_model.find_reward_model(run.job, named)
-        self.identity = found.identity
+        base = base_model.find_reward_model(run.job, named)
+        self.identity = base.identity
         """Fingerprint of the weights."""
-        self._tokenizer = base_model.load_tokenizer(found)
+        self._tokenizer = base_model.load_tokenizer(base)
         cuda = run.machine.kind == "cuda"
         # With float16, scores would overflow sooner than those of a model in mixed precision.
         dtype = torch.bfloat16 if run.config.dtype == "bfloat16" else torch.float32
-        longest = getattr(found.architecture.get_text_config(), "max_position_embeddings", None)
+        longest = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
         if isinstance(longest, int) and longest < max_length:
             raise TrainingFailure(
                 "config_error",
                 f"The reward model {self._named} takes at most {longest} tokens, but prompt and completion may have "
                 f"{max_length}: lower `max_seq_length`.",
             )
-        with heartbeat_while_growing(self._alive, found.folder):
-            self._model = _load(found, self._named, dtype)
+        with heartbeat_while_growing(self._alive, base.folder):
+            self._model = _load_classifier(base, self._named, dtype)
         self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
 
@@ -62,38 +62,38 @@ class RewardScorer:
                 f"The reward model {self._named} has no chat template; a plain one (<|user|>, <|assistant|>) is used.",
                 level="warning",
             )
-        texts = [self._whole(*one) for one in zip(prompts, completions, strict=True)]
+        texts = [self._whole_text(*one) for one in zip(prompts, completions, strict=True)]
         scores: list[float] = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             self._alive()
-            scores += self._scores(texts[start : start + _TEXTS_AT_ONCE], are_chats)
+            scores += self._score_texts(texts[start : start + _TEXTS_AT_ONCE], are_chats)
         return scores
 
-    def _whole(self, prompt: Any, completion: Any) -> str:
+    def _whole_text(self, prompt: Any, completion: Any) -> str:
         if not isinstance(prompt, str):
             return str(self._tokenizer.apply_chat_template(prompt + completion, tokenize=False))
         # The reward is read at the end of a text, and the texts in its training data end with this token.
         end = str(self._tokenizer.eos_token)
         return f"{prompt}{completion}" if completion.endswith(end) else f"{prompt}{completion}{end}"
 
-    def _scores(self, texts: list[str], are_chats: bool) -> list[float]:
+    def _score_texts(self, texts: list[str], are_chats: bool) -> list[float]:
         # A chat template adds the special tokens itself; for plain texts they are added here, as in its training.
-        batch = _padded(self._tokenizer, texts, add_special_tokens=not are_chats).to(self._model.device)
+        batch = _tokenize_padded(self._tokenizer, texts, add_special_tokens=not are_chats).to(self._model.device)
         with torch.inference_mode():
             logits = self._model(**batch).logits
         scores: list[float] = logits[:, 0].float().tolist()
         return scores
 
 
-def _padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool) -> Any:
+def _tokenize_padded(tokenizer: PreTrainedTokenizerBase, texts: list[str], add_special_tokens: bool) -> Any:
     return tokenizer(
         texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=add_special_tokens
     )
 
 
-def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
+def _load_classifier(base: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
     """Load the classifier and merge its adapter, if any; weights from safetensors only."""
-    stored = found.stored_quantization
+    stored = base.stored_quantization
     if stored is not None and not stored.is_supported:
         raise TrainingFailure(
             "config_error",
@@ -101,26 +101,26 @@ def _load(found: BaseModelSource, name: str, dtype: torch.dtype) -> Any:
             "it was quantized.",
         )
     labels: dict[str, Any] = {}
-    if found.adapter is not None:
-        if PeftConfig.from_pretrained(str(found.adapter)).task_type != "SEQ_CLS":
+    if base.adapter is not None:
+        if PeftConfig.from_pretrained(str(base.adapter)).task_type != "SEQ_CLS":
             raise TrainingFailure("config_error", f"{name} is an adapter, but not one of a reward model.")
         labels = {"num_labels": 1}  # not part of an adapter's configuration
     try:
         # Only the base of an adapter may lack the head; the keys that this silences are not reported at all.
-        with suppress_seqcls_warning() if found.adapter is not None else nullcontext():
+        with suppress_seqcls_warning() if base.adapter is not None else nullcontext():
             model = load_pretrained(
                 AutoModelForSequenceClassification,
-                found.source,
-                f"The reward model {name}" if found.adapter is None else f"The base of the reward model {name}",
-                has_new_head=found.adapter is not None,
+                base.source,
+                f"The reward model {name}" if base.adapter is None else f"The base of the reward model {name}",
+                has_new_head=base.adapter is not None,
                 dtype=dtype,
                 **labels,
-                **found.options,
+                **base.options,
                 **options_of_stored(stored),
             )
-        model = dequantized(model, dtype)
-        if found.adapter is not None:
-            model = merge_adapter(model, found.adapter, f"The reward model {name}")
+        model = dequantize_model(model, dtype)
+        if base.adapter is not None:
+            model = merge_adapter(model, base.adapter, f"The reward model {name}")
     except (RuntimeError, MemoryError, TrainingFailure):
         raise
     except Exception as error:

@@ -28,7 +28,7 @@ def tile_mlps(model: PreTrainedModel, tile: int = TILE) -> None:
     Raises:
         TrainingFailure: `config_error`, if no layer has an MLP that treats tokens one by one.
     """
-    mlps = list(_mlps(model))
+    mlps = list(_tileable_mlps(model))
     if not mlps:
         raise TrainingFailure(
             "config_error",
@@ -38,7 +38,7 @@ def tile_mlps(model: PreTrainedModel, tile: int = TILE) -> None:
         mlp.forward = partial(_compute_in_tiles, mlp.forward, mlp, tile)
 
 
-def _mlps(model: PreTrainedModel) -> Iterator[Any]:
+def _tileable_mlps(model: PreTrainedModel) -> Iterator[Any]:
     for layer in model.modules():
         if not isinstance(layer, GradientCheckpointingLayer):
             continue

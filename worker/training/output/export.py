@@ -17,7 +17,7 @@ from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import keep_published_generation_config, save_weights
 from worker.training.context import TrainingContext
-from worker.training.failures import OUT_OF_MEMORY, Stopped, classify
+from worker.training.failures import OUT_OF_MEMORY, Stopped, classify_error
 from worker.training.loop.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.model import loader
@@ -52,14 +52,14 @@ class ExportedWeights:
         return f"{name} of step {self.step}, {self.reason}"
 
 
-def export(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> str:
+def export_output(trainer: ServiceTrainerMixin, base: BaseModelSource, facts: dict[str, Any]) -> str:
     """Write `output/` with the best or the last weights of a run that has ended, and describe them.
 
     Raises:
         TrainingFailure: `disk_full`.
         Stopped: the worker drains while the GGUF file is written; the run's next attempt exports again.
     """
-    return write_output(trainer.run, _choose(trainer), trainer.processing_class, base, facts)
+    return write_output(trainer.run, _choose_weights(trainer), trainer.processing_class, base, facts)
 
 
 def copy_weights(checkpoint: Path, folder: Path) -> None:
@@ -100,11 +100,11 @@ def write_output(
             chosen.save(staging)
             convert_to_unchanged_base(staging)
             if run.config.output == "merged":
-                _merge(run, base, staging, tokenizer)
+                _merge_output(run, base, staging, tokenizer)
             if run.config.trainer_options.prune_fraction is not None:
-                _prune(run, staging, run.config.trainer_options.prune_fraction)
+                _prune_weights(run, staging, run.config.trainer_options.prune_fraction)
         tokenizer.save_pretrained(staging)
-        gguf.add(run, staging)
+        gguf.add_gguf(run, staging)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter is only valid with the exact weights it was trained on, which exist only here.
             base.merged.rename(staging / MERGED_BASE)
@@ -116,7 +116,7 @@ def write_output(
         if run.config.trainer_options.memory_profile:
             write_profile(run, staging)
         has_own_base = (staging / MERGED_BASE).is_dir()
-        card = model_card(run, facts, loader.versions(), weights, has_own_base=has_own_base)
+        card = model_card(run, facts, loader.library_versions(), weights, has_own_base=has_own_base)
         (staging / "README.md").write_text(card)
         about = {"weights": chosen.which, "step": chosen.step, "reason": chosen.reason}
         (staging / EXPORT).write_text(json.dumps(about, indent=1))
@@ -126,12 +126,12 @@ def write_output(
         raise
     except Exception as error:
         remove_tree(staging, ignore_errors=True)
-        raise classify(error) from error
+        raise classify_error(error) from error
     run.report.export(chosen.which, step=chosen.step, reason=chosen.reason, output=run.config.output)
     return weights
 
 
-def _choose(trainer: ServiceTrainerMixin) -> ExportedWeights:
+def _choose_weights(trainer: ServiceTrainerMixin) -> ExportedWeights:
     """Return the best evaluated weights if the run asks for them and there are any, else the last ones."""
     run, method, step = trainer.run, trainer.run.method, trainer.state.global_step
     last = partial(_save_last, trainer)
@@ -161,7 +161,7 @@ def _save_last(trainer: ServiceTrainerMixin, folder: Path) -> None:
     save_first_values(trainer.first_values, folder)
 
 
-def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:
+def _prune_weights(run: TrainingContext, folder: Path, fraction: float) -> None:
     """Set a fraction of the weights in a folder to zero, those of the smallest magnitude."""
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     model = loader.load_saved(folder, head, trust_remote_code=run.job.trust_remote_code)
@@ -173,7 +173,9 @@ def _prune(run: TrainingContext, folder: Path, fraction: float) -> None:
     )
 
 
-def _merge(run: TrainingContext, base: BaseModelSource, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def _merge_output(
+    run: TrainingContext, base: BaseModelSource, folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Replace the adapter in a folder by the whole model, merged in the data type of the base.
 
     On a GPU it is merged there, and on the CPU if the GPU lacks the memory for it. Its configurations name the special
@@ -185,7 +187,7 @@ def _merge(run: TrainingContext, base: BaseModelSource, folder: Path, tokenizer:
         path.rename(adapter / path.name)
     merged = _merged_on_gpu(run, base, adapter) if run.machine.kind == "cuda" else None
     if merged is None:
-        merged = _merged(run, base, adapter, DeviceCapabilities(kind="cpu", bf16=True))
+        merged = _merged_model(run, base, adapter, DeviceCapabilities(kind="cpu", bf16=True))
     if getattr(base.architecture, "tie_word_embeddings", False) and not merged.config.tie_word_embeddings:
         run.report.message(
             "The adapter changes the input or the output embeddings, which are one matrix in the base model: the "
@@ -201,9 +203,9 @@ def _merge(run: TrainingContext, base: BaseModelSource, folder: Path, tokenizer:
 def _merged_on_gpu(run: TrainingContext, base: BaseModelSource, adapter: Path) -> PreTrainedModel | None:
     """Return the merged model on the GPU of the run; None, with a message, if the GPU lacks the memory for it."""
     try:
-        return _merged(run, base, adapter, run.machine)
+        return _merged_model(run, base, adapter, run.machine)
     except Exception as error:
-        if classify(error).code != OUT_OF_MEMORY:
+        if classify_error(error).code != OUT_OF_MEMORY:
             raise
     run.report.message(
         "The GPU has too little free memory for the whole model beside the trained one: the adapter is merged on the "
@@ -213,7 +215,9 @@ def _merged_on_gpu(run: TrainingContext, base: BaseModelSource, adapter: Path) -
     return None
 
 
-def _merged(run: TrainingContext, base: BaseModelSource, adapter: Path, machine: DeviceCapabilities) -> PreTrainedModel:
+def _merged_model(
+    run: TrainingContext, base: BaseModelSource, adapter: Path, machine: DeviceCapabilities
+) -> PreTrainedModel:
     head: loader.Head = "reward" if run.method.has_reward_head else "causal"
     whole = loader.load_for_merge(base, run.config, machine, head)
     return merge_adapter(whole, adapter, "The adapter of this run")

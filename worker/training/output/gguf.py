@@ -40,7 +40,7 @@ _ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1",
 executes the code of tokenizers that name some there."""
 
 
-def check(run: TrainingContext) -> None:
+def check_converter(run: TrainingContext) -> None:
     """Check before training that the converter is there.
 
     A run that has already trained is not failed here: it reports at its end why the file is missing.
@@ -49,7 +49,7 @@ def check(run: TrainingContext) -> None:
         TrainingFailure: `config_error`.
     """
     if run.config.gguf is not None and (run.resume_from is None or run.job.task is RunTask.export):
-        _converter(run)
+        _require_converter(run)
 
 
 def check_architecture(run: TrainingContext, model_config: Mapping[str, Any]) -> None:
@@ -61,12 +61,12 @@ def check_architecture(run: TrainingContext, model_config: Mapping[str, Any]) ->
         TrainingFailure: `config_error`.
         Stopped: a stop was requested.
     """
-    if run.config.gguf is None or run.resume_from is not None or _converter(run).suffix != ".py":
+    if run.config.gguf is None or run.resume_from is not None or _require_converter(run).suffix != ".py":
         return
-    converter, log = _converter(run), run.folder / ".gguf.log"
+    converter, log = _require_converter(run), run.folder / ".gguf.log"
     try:
-        with _started([sys.executable, str(converter), "--print-supported-models"], log) as process:
-            _wait(run, process, log)
+        with _started_process([sys.executable, str(converter), "--print-supported-models"], log) as process:
+            _wait_with_heartbeats(run, process, log)
         text = log.read_text(errors="replace")
     finally:
         log.unlink(missing_ok=True)
@@ -87,7 +87,7 @@ def check_architecture(run: TrainingContext, model_config: Mapping[str, Any]) ->
         )
 
 
-def add(run: TrainingContext, folder: Path) -> None:
+def add_gguf(run: TrainingContext, folder: Path) -> None:
     """Add `model.gguf` to a folder with a whole model and its tokenizer, if the run asks for it.
 
     An export fails without the file. A run that has trained keeps the rest of its output, and reports the reason.
@@ -100,7 +100,7 @@ def add(run: TrainingContext, folder: Path) -> None:
         return
     is_export = run.job.task is RunTask.export
     try:
-        _convert(run, folder, run.config.gguf)
+        _convert_model(run, folder, run.config.gguf)
     except Stopped:
         request = run.stop_requested
         if is_export or (request is not None and request.why == "drain"):
@@ -122,7 +122,7 @@ def add(run: TrainingContext, folder: Path) -> None:
     )
 
 
-def _converter(run: TrainingContext) -> Path:
+def _require_converter(run: TrainingContext) -> Path:
     converter = run.job.gguf_converter
     if converter is None or not converter.is_file():
         message = f"`gguf` needs the converter of llama.cpp, which this worker lacks: {INSTALL_GGUF_CONVERTER}."
@@ -130,10 +130,15 @@ def _converter(run: TrainingContext) -> Path:
     return converter
 
 
-def _convert(run: TrainingContext, folder: Path, data_type: str) -> None:
-    converter, file, log, about = _converter(run), folder / FILE, run.folder / ".gguf.log", run.folder / ".gguf.json"
+def _convert_model(run: TrainingContext, folder: Path, data_type: str) -> None:
+    converter, file, log, about = (
+        _require_converter(run),
+        folder / FILE,
+        run.folder / ".gguf.log",
+        run.folder / ".gguf.json",
+    )
     lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).shortage_reason(
-        int(_weights(folder) * _BYTES[data_type])
+        int(_count_weights(folder) * _BYTES[data_type])
     )
     if lacking is not None:
         raise TrainingFailure("disk_full", f"`{FILE}` does not fit on the disk: {lacking}.")
@@ -147,9 +152,9 @@ def _convert(run: TrainingContext, folder: Path, data_type: str) -> None:
     name = run.job.base_model.portable_name.rsplit("/", 1)[-1]
     try:
         about.write_text(json.dumps({"general.name": name, "general.finetune": run.job.run_id}))
-        with _started(command, log) as process:
-            _wait(run, process, file, log)
-        wrong = None if process.returncode == 0 and file.is_file() else _description(process.returncode, log)
+        with _started_process(command, log) as process:
+            _wait_with_heartbeats(run, process, file, log)
+        wrong = None if process.returncode == 0 and file.is_file() else _describe_end(process.returncode, log)
     except OSError as error:
         wrong = f"it cannot be started: {error}"
     finally:
@@ -160,7 +165,7 @@ def _convert(run: TrainingContext, folder: Path, data_type: str) -> None:
         raise TrainingFailure("config_error", message)
 
 
-def _weights(folder: Path) -> int:
+def _count_weights(folder: Path) -> int:
     """Return the number of weights in the model of a folder."""
     total = 0
     for path in folder.glob("*.safetensors"):
@@ -170,7 +175,7 @@ def _weights(folder: Path) -> int:
 
 
 @contextmanager
-def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process, and kill it and its descendants at the end of the block.
 
     Both output streams go to `log`.
@@ -191,7 +196,7 @@ def _started(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
         process.wait()
 
 
-def _wait(run: TrainingContext, process: subprocess.Popen[bytes], *written: Path) -> None:
+def _wait_with_heartbeats(run: TrainingContext, process: subprocess.Popen[bytes], *written: Path) -> None:
     """Wait for the end of a process, with heartbeats.
 
     Raises:
@@ -211,7 +216,7 @@ def _wait(run: TrainingContext, process: subprocess.Popen[bytes], *written: Path
         time.sleep(_POLL_SECONDS)
 
 
-def _description(status: int, log: Path) -> str:
+def _describe_end(status: int, log: Path) -> str:
     """Return how the converter ended, with its last lines."""
     ended = f"signal {-status}" if status < 0 else f"exit status {status}"
     lines = last_lines(log)[-_MOST_CHARACTERS:]

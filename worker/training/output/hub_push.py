@@ -27,7 +27,7 @@ _CHECK_TIMEOUT_SECONDS = 10.0
 _MOST_OWNERS = 5
 
 
-def check(run: TrainingContext) -> None:
+def check_access(run: TrainingContext) -> None:
     """Check before training that the output can be pushed.
 
     A run that has already trained is not failed here: it reports at its end why the output was not pushed.
@@ -37,12 +37,12 @@ def check(run: TrainingContext) -> None:
     """
     name = run.config.push_to_hub
     if name is not None and run.resume_from is None:
-        refusal = _refusal(run) or _denial(run, name)
+        refusal = _refusal_reason(run) or _denial_reason(run, name)
         if refusal:
             raise TrainingFailure("config_error", refusal)
 
 
-def push(run: TrainingContext, output: Path) -> HubPush | None:
+def push_output(run: TrainingContext, output: Path) -> HubPush | None:
     """Upload every file of `output` if the run asks for it, and return the outcome for the result record.
 
     Raises:
@@ -53,22 +53,22 @@ def push(run: TrainingContext, output: Path) -> HubPush | None:
         return None
     run.report.phase("pushing")
     try:
-        refusal = _refusal(run)
+        refusal = _refusal_reason(run)
         if refusal:
             raise TrainingFailure("config_error", refusal)
-        commit = _upload(run, output, name)
+        commit = _upload_output(run, output, name)
     except Stopped:
         request = run.stop_requested
         if request is not None and request.why == "drain":
             raise
-        return _failed(run, name, "a stop was requested")
+        return _report_failure(run, name, "a stop was requested")
     except Exception as error:
-        return _failed(run, name, _root_cause(error))
+        return _report_failure(run, name, _root_cause(error))
     run.report.message(f"Pushed to the hub: {commit.commit_url}")
     return {"repo": name, "commit": commit.oid, "url": commit.commit_url}
 
 
-def _upload(run: TrainingContext, output: Path, name: str) -> CommitInfo:
+def _upload_output(run: TrainingContext, output: Path, name: str) -> CommitInfo:
     """Upload in another thread, so that a run can be stopped while the hub does not respond.
 
     Raises:
@@ -78,19 +78,19 @@ def _upload(run: TrainingContext, output: Path, name: str) -> CommitInfo:
     outcome: Future[CommitInfo] = Future()
     abandoned = threading.Event()
 
-    def work() -> None:
+    def run_upload() -> None:
         try:
-            outcome.set_result(_commit(run, output, name, abandoned))
+            outcome.set_result(_commit_files(run, output, name, abandoned))
         except Exception as error:
             outcome.set_exception(error)
 
     total = sum(entry.stat().st_size for entry in files_below(output))
     # The client reports no progress to its caller. Nearly all bytes that this process reads meanwhile are the output's.
     read_before = _read_bytes()
-    threading.Thread(target=work, name="push", daemon=True).start()
+    threading.Thread(target=run_upload, name="push", daemon=True).start()
     try:
         while not wait([outcome], _POLL_SECONDS).done:
-            run.progress("pushing", min(_read_bytes() - read_before, total - 1), total)
+            run.report_progress("pushing", min(_read_bytes() - read_before, total - 1), total)
     finally:
         abandoned.set()
     commit = outcome.result()
@@ -98,10 +98,10 @@ def _upload(run: TrainingContext, output: Path, name: str) -> CommitInfo:
     return commit
 
 
-def _commit(run: TrainingContext, output: Path, name: str, abandoned: threading.Event) -> CommitInfo:
+def _commit_files(run: TrainingContext, output: Path, name: str, abandoned: threading.Event) -> CommitInfo:
     api = HfApi(endpoint=constants.ENDPOINT, token=get_token())
     get_session().timeout = _TIMEOUT_SECONDS  # by default it waits forever
-    for pause in _pauses():
+    for pause in _retry_pauses():
         try:
             # An existing repository keeps its visibility.
             api.create_repo(name, private=True, exist_ok=True)
@@ -124,13 +124,13 @@ def _read_bytes() -> int:
     return int(psutil.Process().io_counters().read_chars)
 
 
-def _pauses() -> Iterator[float | None]:
+def _retry_pauses() -> Iterator[float | None]:
     """Yield the pause in seconds before each retry, and None after the last one."""
     yield from (_FIRST_PAUSE * 2**number for number in range(_TRIES - 1))
     yield None
 
 
-def _refusal(run: TrainingContext) -> str | None:
+def _refusal_reason(run: TrainingContext) -> str | None:
     if not run.job.hub_allowed:
         return "`push_to_hub` needs the hub, which the operator has disabled on this worker (ANNEAL_ALLOW_HUB)."
     if get_token() is None:
@@ -138,7 +138,7 @@ def _refusal(run: TrainingContext) -> str | None:
     return None
 
 
-def _denial(run: TrainingContext, name: str) -> str | None:
+def _denial_reason(run: TrainingContext, name: str) -> str | None:
     """Return why the token may not write to a repository; None if it may, or if the hub cannot be asked now."""
     remedy = "an admin sets another one with `anneal secrets set hf_token`"
     get_session().timeout = _CHECK_TIMEOUT_SECONDS
@@ -167,7 +167,7 @@ def _denial(run: TrainingContext, name: str) -> str | None:
     return None
 
 
-def _failed(run: TrainingContext, name: str, why: str) -> HubPush:
+def _report_failure(run: TrainingContext, name: str, why: str) -> HubPush:
     run.report.message(
         f"The output was not pushed to {name}: {why}. The run is complete and keeps its output: download it "
         f"(GET /v1/runs/{run.job.run_id}/artifacts.tar) and push it with `hf upload {name} <folder>`.",

@@ -54,7 +54,7 @@ def model_card(
         "## How to load it",
         "",
         "```python",
-        *_loading(run, adapter=adapter, is_reward_model=is_reward_model, has_own_base=has_own_base),
+        *_loading_program(run, adapter=adapter, is_reward_model=is_reward_model, has_own_base=has_own_base),
         "```",
         *(["", _REWARD_USAGE] if is_reward_model else []),
         "",
@@ -70,12 +70,12 @@ def model_card(
         f"- evaluation `{name}`: `{one.id}`, {one.rows} rows" for name, one in sorted(job.extra_eval_datasets.items())
     ]
     lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
-    lines += [f"| {what} | {_number(value)} |" for what, value in figures.items() if value is not None]
+    lines += [f"| {what} | {_format_number(value)} |" for what, value in figures.items() if value is not None]
     in_force = json.dumps(config.model_dump(mode="json") | {"base_model": hub or name}, indent=1)
     lines += ["", "## Configuration in force", "", "```json", in_force, "```", "", "## Environment", ""]
     lines += [f"- {library} {version}" for library, version in versions.items()]
     lines += [
-        *_costs(facts),
+        *_cost_lines(facts),
         "",
     ]
     return "\n".join(lines)
@@ -87,12 +87,12 @@ _REWARD_USAGE = (
 )
 
 
-def _costs(facts: dict[str, Any]) -> list[str]:
+def _cost_lines(facts: dict[str, Any]) -> list[str]:
     """Return the lines about the device and the model; none for an export, which trains nothing."""
     if "parameters_total" not in facts:
         return []
     lines = [
-        f"- {_devices(facts)}",
+        f"- {_device_line(facts)}",
         f"- rows per step: {facts.get('rows_per_step')}",
         f"- parameters: {facts['parameters_total']:,} in total, {facts['parameters_trainable']:,} trained",
     ]
@@ -103,7 +103,7 @@ def _costs(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _devices(facts: dict[str, Any]) -> str:
+def _device_line(facts: dict[str, Any]) -> str:
     """Return the line about the devices of a run and how they shared its model and its sequences."""
     name, count, hosts = facts.get("device_name", facts.get("device")), facts.get("devices", 1), facts.get("hosts", 1)
     if count == 1:
@@ -116,7 +116,7 @@ def _devices(facts: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _loading(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_own_base: bool) -> list[str]:
+def _loading_program(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_own_base: bool) -> list[str]:
     """Return a program that loads the output from the folder it was downloaded to, or from the hub."""
     named, where = run.job.base_model, json.dumps(run.config.push_to_hub or ".")
     kind = f"AutoModelFor{'SequenceClassification' if is_reward_model else 'CausalLM'}"
@@ -150,5 +150,5 @@ def _way_to(base_model: str) -> str:
     return "or its folder on your machine"
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

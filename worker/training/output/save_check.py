@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.training.checkpointing.snapshot import keep_published_generation_config, save_without_weights
-from worker.training.failures import TrainingFailure, classify, one_line
+from worker.training.failures import TrainingFailure, classify_error, one_line
 from worker.training.output import gguf
 from worker.training.trainer_protocol import ServiceTrainer
 
@@ -33,7 +33,7 @@ def check_saves(trainer: ServiceTrainer) -> None:
     folder = run.folder / _FOLDER
     remove_tree(folder, ignore_errors=True)
     try:
-        with _refused("model"):
+        with _naming_part("model"):
             folder.mkdir(parents=True)
             size = save_without_weights(trainer.model, folder)
             if run.config.output == "merged" and isinstance(trainer.model, PeftModel):
@@ -42,7 +42,7 @@ def check_saves(trainer: ServiceTrainer) -> None:
                 size *= 2
         if (folder / "config.json").is_file():
             gguf.check_architecture(run, json.loads((folder / "config.json").read_text()))
-        with _refused("tokenizer"):
+        with _naming_part("tokenizer"):
             trainer.save_constant_files(folder)
         if run.config.trainer_options.tokenizer is None:
             _check_saved_tokenizer(trainer, folder)
@@ -58,12 +58,12 @@ def check_saves(trainer: ServiceTrainer) -> None:
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
+def _naming_part(what: str) -> Iterator[None]:
     """During the block, convert what refuses to save a part of the model into a failure that names the part."""
     try:
         yield
     except Exception as error:
-        failure = classify(error)
+        failure = classify_error(error)
         if failure.code == "internal":
             message = (
                 f"The {what} cannot be saved, so the run ends before its first step: {one_line(error).rstrip('.')}. "

@@ -78,7 +78,7 @@ def _choose_by_estimate(
     too_large = size_that_did_not_fit(run)
     config = config.model_copy(update=too_large)
     # The same on every rank: those of one pass must recompute the same layers, whose exchanges they repeat together.
-    free_bytes = min(run.ranks.gathered(int(torch.cuda.mem_get_info()[0])))
+    free_bytes = min(run.ranks.gather_values(int(torch.cuda.mem_get_info()[0])))
     try:
         model = read_architecture(base.architecture.to_dict())
         choice = memory_planner.choose_checkpointing(
@@ -105,12 +105,12 @@ def longest_row(data: Dataset, config: TrainingConfig, max_length: int) -> int:
         return max_length
     answers = answer_columns(data.column_names)
     if not answers:
-        return max(min(_longest(data, "input_ids"), max_length), 2)
-    prompt = _longest(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
-    return max(min(prompt + max(_longest(data, name) for name in answers), max_length), 2)
+        return max(min(_longest_row(data, "input_ids"), max_length), 2)
+    prompt = _longest_row(data, "prompt_ids") if "prompt_ids" in data.column_names else 0
+    return max(min(prompt + max(_longest_row(data, name) for name in answers), max_length), 2)
 
 
-def _longest(data: Dataset, column: str) -> int:
+def _longest_row(data: Dataset, column: str) -> int:
     if column not in data.column_names:
         return 2**31
     lengths = pc.max(pc.list_value_length(data.data.column(column))).as_py()

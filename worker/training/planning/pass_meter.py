@@ -9,7 +9,7 @@ import torch
 
 from app.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.memory_planner import USABLE_FRACTION
-from worker.training.failures import OUT_OF_MEMORY, classify
+from worker.training.failures import OUT_OF_MEMORY, classify_error
 
 _SHORT_SECONDS = 20.0
 """A pass that is shorter is measured twice: the first one of a shape may compile or plan kernels, and maps memory."""
@@ -44,13 +44,13 @@ def meter_of(machine: DeviceCapabilities) -> PassMeter | None:
     return CudaMeter() if machine.kind == "cuda" else None
 
 
-def measure(meter: PassMeter, run_pass: Callable[[], None]) -> Reading:
+def measure_pass(meter: PassMeter, run_pass: Callable[[], None]) -> Reading:
     """Measure a pass; one that runs out of memory is no failure."""
     began = time.monotonic()
     try:
         return meter.measure(run_pass)
     except Exception as error:
-        if classify(error).code != OUT_OF_MEMORY:
+        if classify_error(error).code != OUT_OF_MEMORY:
             raise
     # Only here is the traceback gone, whose frames hold the tensors of the pass.
     gc.collect()

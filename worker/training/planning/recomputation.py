@@ -35,7 +35,7 @@ class Recomputation:
         """Return the number of recomputed layers that a value of `gradient_checkpointing` means."""
         return -(-self.layers // 2) if value == "selective" else self.layers if value else 0
 
-    def set(self, count: int) -> None:
+    def recompute_first(self, count: int) -> None:
         """Recompute the first `count` layers from now on, and keep the activations of the others."""
         for keeps in self._keeps:
             keeps.remove()

@@ -103,7 +103,7 @@ class StepPlanner:
         self.choices = choices
         self.passes: list[MeasuredPass] = []
 
-    def add(self, measured: MeasuredPass) -> None:
+    def add_measurement(self, measured: MeasuredPass) -> None:
         """Take the measurement of a trial."""
         self.passes.append(measured)
         self.__dict__.pop("_model", None)
@@ -114,30 +114,32 @@ class StepPlanner:
         smallest, *larger = self.choices.micro_batches
         if not larger and not self._is_tried(Trial(smallest, least)):
             return Trial(smallest, least)
-        if not larger and self._fits(Trial(smallest, least)):
+        if not larger and self._was_measured_to_fit(Trial(smallest, least)):
             return None
         if not self._is_tried(Trial(smallest, most)):
             return Trial(smallest, most)
-        if not self._fits(Trial(smallest, most)):
+        if not self._was_measured_to_fit(Trial(smallest, most)):
             return None
         if (recomputed := self._untried_recomputation(smallest)) is not None:
             return Trial(smallest, recomputed)
         if larger and not any(each.trial.rows > smallest for each in self.passes):
             up_to_configured = [rows for rows in larger if rows <= self.choices.configured_rows] or larger[:1]
             for rows in reversed(up_to_configured):
-                if (alternative := self._alternative(rows)) is not None:
+                if (alternative := self._alternative_of(rows)) is not None:
                     return alternative.trial
             # One size does not show which bytes depend on the rows.
             return Trial(larger[0], most)
         return self._unconfirmed_best() or self._larger_than_predicted() or self._between_measured()
 
-    def plan(self) -> StepPlan:
+    def best_plan(self) -> StepPlan:
         """Return the fastest of the measured plans that fit; if none does, the smallest one."""
         choices, passes = self.choices, tuple(self.passes)
-        confirmed = [trial for trial in dict.fromkeys(each.trial for each in passes) if self._fits(trial)]
-        chosen = min(confirmed, key=self._score, default=Trial(choices.micro_batches[0], choices.most_recomputed))
+        confirmed = [
+            trial for trial in dict.fromkeys(each.trial for each in passes) if self._was_measured_to_fit(trial)
+        ]
+        chosen = min(confirmed, key=self._score_trial, default=Trial(choices.micro_batches[0], choices.most_recomputed))
         peak = self._model.measured_peaks.get(chosen)
-        others = (self._alternative(rows) for rows in choices.micro_batches if rows != chosen.rows)
+        others = (self._alternative_of(rows) for rows in choices.micro_batches if rows != chosen.rows)
         return StepPlan(
             rows=chosen.rows,
             accumulation_steps=choices.rows_per_step // chosen.rows,
@@ -158,7 +160,7 @@ class StepPlanner:
     def _is_tried(self, trial: Trial) -> bool:
         return any(each.trial == trial for each in self.passes)
 
-    def _fits(self, trial: Trial) -> bool:
+    def _was_measured_to_fit(self, trial: Trial) -> bool:
         """Return True if the trial was measured, and fits."""
         peak = self._model.measured_peaks.get(trial)
         return peak is not None and peak + self.choices.later_bytes <= self.choices.usable_bytes
@@ -181,10 +183,10 @@ class StepPlanner:
         """Return the fastest plan by prediction, unless it is measured, or hardly faster than a measured one."""
         near = _MOST_GROWTH * max((trial.rows for trial in self._model.measured_peaks), default=0)
         nearby = (rows for rows in self.choices.micro_batches if rows <= near)
-        predicted = [plan for rows in nearby if (plan := self._alternative(rows)) is not None]
+        predicted = [plan for rows in nearby if (plan := self._alternative_of(rows)) is not None]
         if not predicted or len(self.passes) >= _MOST_PASSES:
             return None
-        best = min((alternative.trial for alternative in predicted), key=self._score)
+        best = min((alternative.trial for alternative in predicted), key=self._score_trial)
         return best if not self._is_tried(best) and self._would_gain(best) else None
 
     def _between_measured(self) -> Trial | None:
@@ -195,7 +197,7 @@ class StepPlanner:
         """
         sizes = {trial.rows for trial in self._model.measured_peaks}
         between = [rows for rows in self.choices.micro_batches if min(sizes) < rows < max(sizes)]
-        plans = [plan.trial for rows in between if (plan := self._alternative(rows)) is not None]
+        plans = [plan.trial for rows in between if (plan := self._alternative_of(rows)) is not None]
         if not plans or sizes & {*between} or len(self.passes) >= _MOST_PASSES:
             return None
         best = min(plans, key=self._least_score)
@@ -214,37 +216,37 @@ class StepPlanner:
         return trial if self._model.may_fit(trial) and self._would_gain(trial) else None
 
     def _would_gain(self, trial: Trial) -> bool:
-        return self._score(trial) * (1 + _NEGLIGIBLE) < self._best_score()
+        return self._score_trial(trial) * (1 + _NEGLIGIBLE) < self._best_score()
 
     def _best_score(self) -> float:
         """Return the lowest score of the measured plans that fit."""
-        confirmed = [each.trial for each in self.passes if self._fits(each.trial)]
-        return min(map(self._score, confirmed), default=float("inf"))
+        confirmed = [each.trial for each in self.passes if self._was_measured_to_fit(each.trial)]
+        return min(map(self._score_trial, confirmed), default=float("inf"))
 
-    def _alternative(self, rows: int) -> Alternative | None:
+    def _alternative_of(self, rows: int) -> Alternative | None:
         """Return the plan of a micro-batch that recomputes as little as is measured or predicted to fit."""
         fewest = self._model.fewest_worth_trying(rows)
         for recomputed in range(fewest, self.choices.most_recomputed + 1):
             trial = Trial(rows, recomputed)
-            peak = self._model.peak(trial)
+            peak = self._model.predict_peak(trial)
             if peak is not None and peak + self.choices.later_bytes <= self.choices.usable_bytes:
                 return Alternative(trial, round(peak) + self.choices.later_bytes, self._step_seconds(trial))
         return None
 
     def _step_seconds(self, trial: Trial) -> float:
         micro_batches = self.choices.rows_per_step // trial.rows
-        return micro_batches * self._model.seconds(self.choices.mean_tokens[trial.rows], trial.recomputed)
+        return micro_batches * self._model.predict_seconds(self.choices.mean_tokens[trial.rows], trial.recomputed)
 
-    def _score(self, trial: Trial) -> float:
-        return self._weighted(trial, self._step_seconds(trial))
+    def _score_trial(self, trial: Trial) -> float:
+        return self._weighted_seconds(trial, self._step_seconds(trial))
 
     def _least_score(self, trial: Trial) -> float:
         """Return the score of a plan at the lowest time per position of all measured passes."""
         micro_batches = self.choices.rows_per_step // trial.rows
         seconds = self._model.least_seconds(self.choices.mean_tokens[trial.rows], trial.recomputed)
-        return self._weighted(trial, micro_batches * seconds)
+        return self._weighted_seconds(trial, micro_batches * seconds)
 
-    def _weighted(self, trial: Trial, step_seconds: float) -> float:
+    def _weighted_seconds(self, trial: Trial, step_seconds: float) -> float:
         is_configured = trial.rows == self.choices.configured_rows
         return step_seconds * (1 if is_configured else 1 / (1 - LEAST_GAIN))
 
@@ -263,7 +265,7 @@ class _PassModel:
         self._saved = self._bytes_saved_per_token_and_layer()
         self._again = self._recomputed_part()
 
-    def peak(self, trial: Trial) -> float | None:
+    def predict_peak(self, trial: Trial) -> float | None:
         """Return the peak of a pass; None if it is unknown, or more than there is."""
         if trial in self.measured_peaks:
             return self.measured_peaks[trial]
@@ -331,7 +333,7 @@ class _PassModel:
                 pairs.append((same[0], same[-1]))
         return pairs
 
-    def seconds(self, tokens: float, recomputed: int) -> float:
+    def predict_seconds(self, tokens: float, recomputed: int) -> float:
         """Return the seconds of a pass over so many positions: a line between the measured ones next to it."""
         points = self._plain_seconds()
         if not points:
@@ -343,7 +345,7 @@ class _PassModel:
         fixed = longest - slope * most
         if fixed < 0:  # a longer batch takes more than its share, or the times vary
             slope, fixed = longest / most, 0.0
-        return max(fixed + slope * tokens, 0.0) * self._factor(recomputed)
+        return max(fixed + slope * tokens, 0.0) * self._recompute_factor(recomputed)
 
     def least_seconds(self, tokens: float, recomputed: int) -> float:
         """Return the seconds of a pass that takes as little time per position as any measured one.
@@ -359,11 +361,11 @@ class _PassModel:
         """Return positions and seconds of each measured size, without recomputation, ascending."""
         seconds: dict[int, float] = {}
         for each in self._measured:
-            plain = each.seconds / self._factor(each.trial.recomputed)
+            plain = each.seconds / self._recompute_factor(each.trial.recomputed)
             seconds[each.tokens] = min(plain, seconds.get(each.tokens, plain))
         return sorted(seconds.items())
 
-    def _factor(self, recomputed: int) -> float:
+    def _recompute_factor(self, recomputed: int) -> float:
         return 1 + self._again * recomputed / max(self._choices.layers, 1)
 
     def _recomputed_part(self) -> float:

@@ -56,12 +56,12 @@ def plan_step(trainer: ServiceTrainerMixin, replaced: list[Replacement]) -> dict
         sizes = (rows,)
     is_open = run.config.gradient_checkpointing == "auto" or len(sizes) > 1
     if meter is None or not is_open or not memory_plan.is_measured(run):
-        _recompute(trainer, recomputation, recomputation.layers_of(run.config.gradient_checkpointing))
+        _set_recomputation(trainer, recomputation, recomputation.layers_of(run.config.gradient_checkpointing))
         return {}
     began = time.monotonic()
     with reported_compiler_errors():
-        plan = _measure(trainer, recomputation, meter, sizes)
-    reason = _reason(plan)
+        plan = _measure_passes(trainer, recomputation, meter, sizes)
+    reason = _plan_reason(plan)
     if memory_plan.size_that_did_not_fit(run):
         reason = f"Planned for `batch_size` {plan.rows}, which did not fit in an earlier attempt: {reason}"
     elif plan.rows != run.config.batch_size and len(sizes) > 1:
@@ -70,11 +70,11 @@ def plan_step(trainer: ServiceTrainerMixin, replaced: list[Replacement]) -> dict
         used = memory_plan.to_config_value(plan.recomputed, recomputation.layers)
         replaced.append(Replacement(field="gradient_checkpointing", requested="auto", used=used, reason=reason))
         run.config = run.config.model_copy(update={"gradient_checkpointing": used})
-    _recompute(trainer, recomputation, plan.recomputed)
+    _set_recomputation(trainer, recomputation, plan.recomputed)
     seconds = time.monotonic() - began
-    text = f"{reason}{_alternatives(plan)} {len(plan.passes)} passes were measured in {seconds:.1f} s."
+    text = f"{reason}{_alternatives_text(plan)} {len(plan.passes)} passes were measured in {seconds:.1f} s."
     run.report.message(text, level="info" if plan.fits else "warning")
-    return {"step_plan": _facts(plan, seconds)}
+    return {"step_plan": _plan_facts(plan, seconds)}
 
 
 def compile_ahead(trainer: ServiceTrainerMixin) -> dict[str, Any]:
@@ -96,10 +96,14 @@ def compile_ahead(trainer: ServiceTrainerMixin) -> dict[str, Any]:
     with leaving_no_trace(trainer), run.ranks.alone(), reported_compiler_errors():
         batches = _Batches(trainer)
         # Padding, lengths and gradients of the input decide which variants of a layer are needed.
-        for batch in (batches.longest(rows), batches.shortest(rows), *batches.drawn(rows, _COMPILED_SAMPLES)):
+        for batch in (
+            batches.longest_batch(rows),
+            batches.shortest_batch(rows),
+            *batches.random_batches(rows, _COMPILED_SAMPLES),
+        ):
             run.raise_if_stopped()
             run.report.alive()
-            _pass(trainer, trained, batch, accumulates=False)()
+            _build_pass(trainer, trained, batch, accumulates=False)()
     return {"compile_seconds": time.monotonic() - began}
 
 
@@ -109,7 +113,7 @@ def _possible_micro_batches(trainer: ServiceTrainerMixin) -> tuple[int, ...]:
     It is, if the user or a repair has set it, or if the loss of a row depends on the other rows of its micro-batch.
     """
     run, config = trainer.run, trainer.run.config
-    is_set = bool(run.given & {"batch_size", "gradient_accumulation_steps"})
+    is_set = bool(run.user_set_fields & {"batch_size", "gradient_accumulation_steps"})
     is_part_of_the_loss = (
         run.method.min_batch_size > 1
         or run.method.generates
@@ -149,13 +153,13 @@ def _set_micro_batch(trainer: ServiceTrainerMixin, replaced: list[Replacement], 
     trainer._train_batch_size = args.train_batch_size
 
 
-def _recompute(trainer: ServiceTrainerMixin, recomputation: Recomputation, layers: int) -> None:
-    recomputation.set(layers)
+def _set_recomputation(trainer: ServiceTrainerMixin, recomputation: Recomputation, layers: int) -> None:
+    recomputation.recompute_first(layers)
     trainer.args.activation_checkpointing = layers > 0
     trainer.recomputed_part = layers / recomputation.layers
 
 
-def _measure(
+def _measure_passes(
     trainer: ServiceTrainerMixin, recomputation: Recomputation, meter: PassMeter, sizes: tuple[int, ...]
 ) -> StepPlan:
     """Measure passes on all ranks until the plan is known."""
@@ -185,46 +189,46 @@ def _measure(
                 layers=recomputation.layers,
                 fewest_recomputed=bounds[0],
                 most_recomputed=bounds[1],
-                longest_tokens={rows: _positions(batches.longest(rows)) for rows in sizes},
+                longest_tokens={rows: _count_positions(batches.longest_batch(rows)) for rows in sizes},
                 mean_tokens={rows: batches.mean_positions(rows) for rows in sizes},
-                usable_bytes=min(run.ranks.gathered(meter.usable_bytes())),
-                allocated_bytes=max(run.ranks.gathered(meter.allocated_bytes())),
+                usable_bytes=min(run.ranks.gather_values(meter.usable_bytes())),
+                allocated_bytes=max(run.ranks.gather_values(meter.allocated_bytes())),
                 later_bytes=later,
             )
         )
 
-        def measure(trial: Trial) -> MeasuredPass:
+        def measure_trial(trial: Trial) -> MeasuredPass:
             run.raise_if_stopped()
             run.report.alive()
-            recomputation.set(trial.recomputed)
-            batch = batches.longest(trial.rows)
+            recomputation.recompute_first(trial.recomputed)
+            batch = batches.longest_batch(trial.rows)
             accumulates = rows_per_step > trial.rows
-            run_pass = _pass(trainer, trained, batch, accumulates=accumulates)
+            run_pass = _build_pass(trainer, trained, batch, accumulates=accumulates)
             # Of two passes in a row, the host launches the second one while the device computes the first.
             in_a_row = 2 if accumulates else 1
             if config.torch_compile:
-                pass_meter.measure(meter, run_pass)  # other layers are recomputed, which compiles them again
-            reading = pass_meter.measure(meter, lambda: _repeat(run_pass, in_a_row))
+                pass_meter.measure_pass(meter, run_pass)  # other layers are recomputed, which compiles them again
+            reading = pass_meter.measure_pass(meter, lambda: _repeat_pass(run_pass, in_a_row))
             # Each rank has measured by itself, and all must choose the same.
-            every: list[Reading] = run.ranks.gathered(reading)
+            every: list[Reading] = run.ranks.gather_values(reading)
             peaks = [each.peak_bytes for each in every if each.peak_bytes is not None]
             peak = max(peaks) if len(peaks) == len(every) else None
-            return MeasuredPass(trial, _positions(batch), peak, max(each.seconds for each in every) / in_a_row)
+            return MeasuredPass(trial, _count_positions(batch), peak, max(each.seconds for each in every) / in_a_row)
 
-        measure(Trial(sizes[0], bounds[1]))  # the first pass of a process loads and plans kernels
+        measure_trial(Trial(sizes[0], bounds[1]))  # the first pass of a process loads and plans kernels
         while (trial := planner.next_trial()) is not None:
-            planner.add(measure(trial))
-        plan = planner.plan()
+            planner.add_measurement(measure_trial(trial))
+        plan = planner.best_plan()
     meter.release()
     return plan
 
 
-def _repeat(run_pass: Callable[[], None], times: int) -> None:
+def _repeat_pass(run_pass: Callable[[], None], times: int) -> None:
     for _ in range(times):
         run_pass()
 
 
-def _pass(
+def _build_pass(
     trainer: ServiceTrainerMixin, trained: list[nn.Parameter], batch: dict[str, Any], *, accumulates: bool
 ) -> Callable[[], None]:
     """Return a function that takes a batch forward and backward; with gradients of an earlier one if it accumulates."""
@@ -246,37 +250,37 @@ class _Batches:
 
     def __init__(self, trainer: ServiceTrainerMixin) -> None:
         self._trainer = trainer
-        self._order = np.argsort(-probe.lengths(trainer.train_dataset), kind="stable")
+        self._order = np.argsort(-probe.token_lengths(trainer.train_dataset), kind="stable")
         self._shuffled = np.random.default_rng(trainer.run.config.seed).permutation(self._order)
         self._longest: dict[int, dict[str, Any]] = {}
 
-    def longest(self, rows: int) -> dict[str, Any]:
+    def longest_batch(self, rows: int) -> dict[str, Any]:
         """Return the micro-batch of the longest rows."""
         if rows not in self._longest:
-            self._longest[rows] = self._collate(self._order[:rows])
+            self._longest[rows] = self._collate_rows(self._order[:rows])
         return self._longest[rows]
 
-    def shortest(self, rows: int) -> dict[str, Any]:
+    def shortest_batch(self, rows: int) -> dict[str, Any]:
         """Return the micro-batch of the shortest rows."""
-        return self._collate(self._order[-rows:])
+        return self._collate_rows(self._order[-rows:])
 
     def mean_positions(self, rows: int) -> float:
         """Return the positions of a micro-batch of this many rows drawn at random, padding included."""
-        return float(np.mean([_positions(batch) for batch in self.drawn(rows, _SAMPLES)]))
+        return float(np.mean([_count_positions(batch) for batch in self.random_batches(rows, _SAMPLES)]))
 
-    def drawn(self, rows: int, count: int) -> Iterator[dict[str, Any]]:
+    def random_batches(self, rows: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield at most `count` micro-batches drawn at random."""
         for start in range(0, max(len(self._shuffled) - rows, 0) + 1, rows)[:count]:
-            yield self._collate(self._shuffled[start : start + rows])
+            yield self._collate_rows(self._shuffled[start : start + rows])
 
-    def _collate(self, numbers: Any) -> dict[str, Any]:
+    def _collate_rows(self, numbers: Any) -> dict[str, Any]:
         rows = self._trainer.train_dataset
         batch: dict[str, Any] = self._trainer.data_collator([rows[int(number)] for number in numbers])
         self._trainer.take_rows(batch)
         return batch
 
 
-def _positions(batch: dict[str, Any]) -> int:
+def _count_positions(batch: dict[str, Any]) -> int:
     return int(batch["input_ids"].numel())
 
 
@@ -311,7 +315,7 @@ def leaving_no_trace(trainer: ServiceTrainerMixin) -> Iterator[None]:
                 setattr(module, name, value)
         trainer._metrics, trainer._total_train_tokens = metrics, tokens
         vars(trainer.throughput).update(throughput)
-        trainer.step_phases.take()
+        trainer.step_phases.take_seconds()
 
 
 def _plain_values(module: nn.Module) -> dict[str, Any]:
@@ -327,25 +331,27 @@ def trained_tensors(model: nn.Module) -> Iterator[tuple[str, int, int]]:
                 yield kind, parameter.shape[0], parameter.numel() // parameter.shape[0]
 
 
-def _reason(plan: StepPlan) -> str:
-    needed = "more than the device has" if plan.needed_bytes is None else _size(plan.needed_bytes)
-    reason = f"The longest micro-batch (rows: {plan.rows}) was measured to need {needed} of {_size(plan.usable_bytes)}"
+def _plan_reason(plan: StepPlan) -> str:
+    needed = "more than the device has" if plan.needed_bytes is None else _format_bytes(plan.needed_bytes)
+    usable = _format_bytes(plan.usable_bytes)
+    reason = f"The longest micro-batch (rows: {plan.rows}) was measured to need {needed} of {usable}"
     if not plan.fits:
         return f"{reason}, even with all layers recomputed, so the run may run out of memory."
     layers = f"with {plan.recomputed} of {plan.layers} layers recomputed"
     return f"{reason} {layers}, and an average step to take {plan.step_seconds or 0:.3g} s."
 
 
-def _alternatives(plan: StepPlan) -> str:
+def _alternatives_text(plan: StepPlan) -> str:
     others = (
-        f"{other.trial.rows}: {other.trial.recomputed} layers, {_size(other.needed_bytes)}, {other.step_seconds:.3g} s"
+        f"{other.trial.rows}: {other.trial.recomputed} layers, {_format_bytes(other.needed_bytes)}, "
+        f"{other.step_seconds:.3g} s"
         for other in plan.alternatives
     )
     listed = "; ".join(others)
     return f" Other micro-batches, as predicted: {listed}." if listed else ""
 
 
-def _facts(plan: StepPlan, seconds: float) -> dict[str, Any]:
+def _plan_facts(plan: StepPlan, seconds: float) -> dict[str, Any]:
     return {
         "batch_size": plan.rows,
         "gradient_accumulation_steps": plan.accumulation_steps,
@@ -367,5 +373,5 @@ def _facts(plan: StepPlan, seconds: float) -> dict[str, Any]:
     }
 
 
-def _size(number: int) -> str:
+def _format_bytes(number: int) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"

@@ -42,30 +42,30 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
         self._callbacks: dict[str, tuple[str, Any]] = {}
         plugins = trainer.run.config.trainer_options.callbacks if trainer.run.ranks.is_first else []
         for place, plugin in enumerate(plugins):
-            self._callbacks[f"{place}.{plugin.type}"] = (plugin.type, _create(plugin))
+            self._callbacks[f"{place}.{plugin.type}"] = (plugin.type, _create_callback(plugin))
         for event in _EVENTS:
-            if any(_has(callback, event) for _, callback in self._callbacks.values()):
-                setattr(self, event, partial(self._call, event))  # events that no callback has cost nothing
+            if any(_has_method(callback, event) for _, callback in self._callbacks.values()):
+                setattr(self, event, partial(self._call_callbacks, event))  # events that no callback has cost nothing
         if any(hasattr(callback, "on_metrics") for _, callback in self._callbacks.values()):
             trainer.run.listeners.append(self._on_metrics)
 
-    def states(self) -> dict[str, Any]:
+    def collect_states(self) -> dict[str, Any]:
         """Return the states of all callbacks that have one.
 
         Raises:
             TrainingFailure: `config_error`: a state is not JSON, or is too large.
         """
         return {
-            key: self._state(name, callback)
+            key: self._state_of(name, callback)
             for key, (name, callback) in self._callbacks.items()
             if hasattr(callback, "state_dict")
         }
 
-    def restore(self, states: dict[str, Any]) -> None:
+    def restore_states(self, states: dict[str, Any]) -> None:
         """Restore the states of a checkpoint; a callback that it does not know keeps its initial one."""
         for key, (name, callback) in self._callbacks.items():
             if key in states:
-                registry.guarded("callback", name, callback.load_state_dict, states[key])
+                registry.call_guarded("callback", name, callback.load_state_dict, states[key])
 
     def reported_metrics(self, reserved: Collection[str]) -> dict[str, float]:
         """Return the metrics that callbacks add to the one that is about to be reported.
@@ -79,7 +79,7 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
         for name, callback in self._callbacks.values():
             if not hasattr(callback, "report_metrics"):
                 continue
-            reported = registry.guarded("callback", name, callback.report_metrics)
+            reported = registry.call_guarded("callback", name, callback.report_metrics)
             try:
                 numbers = named_numbers(reported)
             except ValueError as error:
@@ -91,8 +91,8 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
             metrics |= numbers
         return metrics
 
-    def _state(self, name: str, callback: Any) -> Any:
-        state = registry.guarded("callback", name, callback.state_dict)
+    def _state_of(self, name: str, callback: Any) -> Any:
+        state = registry.call_guarded("callback", name, callback.state_dict)
         try:
             text = json.dumps(state, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -103,46 +103,48 @@ class PluginCallbacks(TrainerCallback):  # type: ignore[misc]
 
     def _on_metrics(self, record: dict[str, Any]) -> None:
         trainer = self._trainer
-        self._call("on_metrics", trainer.args, trainer.state, trainer.control, metrics=record)
+        self._call_callbacks("on_metrics", trainer.args, trainer.state, trainer.control, metrics=record)
 
-    def _call(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def _call_callbacks(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         for name, callback in self._callbacks.values():
-            for method in _methods(callback, event):
-                wanted = copy.copy(control)
+            for method in _event_methods(callback, event):
+                own_control = copy.copy(control)
                 arguments = {key: copy.deepcopy(value) if key == "metrics" else value for key, value in more.items()}
-                found = registry.guarded("callback", name, method, args, state, wanted, **arguments)
+                returned = registry.call_guarded("callback", name, method, args, state, own_control, **arguments)
                 if event in _DECIDING:
-                    self._apply(found if isinstance(found, TrainerControl) else wanted, state, control)
+                    self._apply_control(
+                        returned if isinstance(returned, TrainerControl) else own_control, state, control
+                    )
 
-    def _apply(self, wanted: TrainerControl, state: TrainerState, control: TrainerControl) -> None:
+    def _apply_control(self, requested: TrainerControl, state: TrainerState, control: TrainerControl) -> None:
         if control.should_training_stop or state.global_step >= state.max_steps:
             return
         run = self._trainer.run
-        control.should_log |= bool(wanted.should_log)
-        control.should_evaluate |= bool(wanted.should_evaluate) and self._trainer.eval_dataset is not None
-        if wanted.should_save and not control.should_save:
+        control.should_log |= bool(requested.should_log)
+        control.should_evaluate |= bool(requested.should_evaluate) and self._trainer.eval_dataset is not None
+        if requested.should_save and not control.should_save:
             control.should_save = True
             run.save_kind = "periodic"
-        if wanted.should_training_stop:
+        if requested.should_training_stop:
             self._trainer.end_early("callback", "checkpoint")
             run.save_kind = "final"
 
 
-def _create(plugin: Plugin) -> Any:
-    made = registry.call("callback", plugin.type, **plugin.parameters)
-    registry.check_type("callback", plugin.type, made, TrainerCallback, "transformers.TrainerCallback")
-    halves = [name for name in ("state_dict", "load_state_dict") if callable(getattr(made, name, None))]
+def _create_callback(plugin: Plugin) -> Any:
+    callback = registry.call_plugin("callback", plugin.type, **plugin.parameters)
+    registry.check_type("callback", plugin.type, callback, TrainerCallback, "transformers.TrainerCallback")
+    halves = [name for name in ("state_dict", "load_state_dict") if callable(getattr(callback, name, None))]
     if len(halves) == 1:
         missing = {"state_dict", "load_state_dict"}.difference(halves).pop()
         raise registry.plugin_error("callback", plugin.type, f"has a method {halves[0]}, but no {missing}")
-    return made
+    return callback
 
 
-def _has(callback: Any, event: str) -> bool:
-    return bool(_methods(callback, event))
+def _has_method(callback: Any, event: str) -> bool:
+    return bool(_event_methods(callback, event))
 
 
-def _methods(callback: Any, event: str) -> list[Any]:
+def _event_methods(callback: Any, event: str) -> list[Any]:
     """Return the methods of a callback for an event of transformers; those that it inherits do nothing."""
     names = [event, "on_step_start"] if event == "on_step_begin" else [event]
     base = vars(TrainerCallback)

@@ -37,7 +37,7 @@ class EngineCopier:
         self._thread: threading.Thread | None = None
         self._failure: TrainingFailure | None = None
 
-    def keep(self, folder: Path) -> None:
+    def queue_copy(self, folder: Path) -> None:
         """Queue a copy of the checkpoint in `folder`, if an engine is configured; does not wait."""
         if self._run.config.trainer_options.checkpoint_engine is None:
             return
@@ -45,10 +45,10 @@ class EngineCopier:
             self._waiting.append(folder)
             self._changed.notify_all()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="checkpoint engine", daemon=True)
+                self._thread = threading.Thread(target=self._copy_waiting, name="checkpoint engine", daemon=True)
                 self._thread.start()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the failure that makes the engine unusable, if there is one by now.
 
         Raises:
@@ -58,7 +58,7 @@ class EngineCopier:
         if failure is not None:
             raise failure
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for the copies at the end of training, for a limited time; report those that are not finished then."""
         began = time.monotonic()
         with self._changed:
@@ -77,7 +77,7 @@ class EngineCopier:
             )
             self._run.report.message(line, "warning")
 
-    def _work(self) -> None:
+    def _copy_waiting(self) -> None:
         while True:
             with self._changed:
                 while not self._waiting:
@@ -113,7 +113,7 @@ def store_replica(run: TrainingContext, folder: Path) -> None:
     plugin = run.config.trainer_options.checkpoint_engine
     if plugin is None:
         return
-    engine = _engine(plugin)
+    engine = _create_engine(plugin)
     try:
         engine.save(folder, _replica_name(folder))
     except Exception as error:
@@ -131,16 +131,16 @@ def restore_replica(run: TrainingContext) -> None:
     remove_tree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
-        found = _engine(plugin).fetch(_replica_name(place), target)
+        was_fetched = _create_engine(plugin).fetch(_replica_name(place), target)
     except Exception as error:
         raise registry.plugin_error(
             "checkpoint_engine", plugin.type, f"could not fetch {place.name}: {error!r}"
         ) from error
-    if not isinstance(found, bool):
+    if not isinstance(was_fetched, bool):
         raise registry.plugin_error(
-            "checkpoint_engine", plugin.type, f"returned {found!r} from `fetch`, not True or False"
+            "checkpoint_engine", plugin.type, f"returned {was_fetched!r} from `fetch`, not True or False"
         )
-    if found:
+    if was_fetched:
         run.report.message(
             f"{place.name} was missing from its folder and was restored from the replica of `{plugin.type}`.",
             level="warning",
@@ -148,13 +148,13 @@ def restore_replica(run: TrainingContext) -> None:
         run.job = run.job.model_copy(update={"resume_from": resume.model_copy(update={"path": target})})
 
 
-def _engine(plugin: Plugin) -> CheckpointEngine:
-    made = registry.call("checkpoint_engine", plugin.type, **plugin.parameters)
-    missing_methods = [method for method in ("save", "fetch") if not callable(getattr(made, method, None))]
+def _create_engine(plugin: Plugin) -> CheckpointEngine:
+    engine = registry.call_plugin("checkpoint_engine", plugin.type, **plugin.parameters)
+    missing_methods = [method for method in ("save", "fetch") if not callable(getattr(engine, method, None))]
     if missing_methods:
-        what = f"returned a {type(made).__name__}, which has no method {' and no '.join(missing_methods)}"
+        what = f"returned a {type(engine).__name__}, which has no method {' and no '.join(missing_methods)}"
         raise registry.plugin_error("checkpoint_engine", plugin.type, what)
-    return made  # type: ignore[no-any-return]
+    return engine  # type: ignore[no-any-return]
 
 
 def _replica_name(folder: Path) -> str:

@@ -24,7 +24,7 @@ from worker.training.trainer_protocol import ServiceTrainer
 _ROWS_BETWEEN_HEARTBEATS = 256
 
 
-def check(config: TrainingConfig) -> None:
+def load_plugins(config: TrainingConfig) -> None:
     """Load all plugins that a configuration names, before anything else is loaded.
 
     Raises:
@@ -32,7 +32,7 @@ def check(config: TrainingConfig) -> None:
     """
     for _, kind, name in named_plugins(config.model_dump(mode="json")):
         if kind != "metrics":  # they are loaded for the method
-            registry.load(kind, name)
+            registry.load_plugin(kind, name)
 
 
 def write_source_rows(run: TrainingContext) -> None:
@@ -60,7 +60,7 @@ def delete_source_rows(run: TrainingContext) -> None:
 
 def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpose: str, suffix: str = "") -> DataSource:
     kind, name = "data_source", plugin.type
-    rows = registry.call(kind, name, source.path, purpose=purpose, **plugin.parameters)
+    rows = registry.call_plugin(kind, name, source.path, purpose=purpose, **plugin.parameters)
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise registry.plugin_error(kind, name, f"returned a {type(rows).__name__}, not rows to iterate over")
     digest, count, target = hashlib.sha256(), 0, run.folder / f"rows-{purpose}{suffix}.jsonl"
@@ -92,33 +92,33 @@ def _write_rows(run: TrainingContext, plugin: Plugin, source: DataSource, purpos
     return source.model_copy(update={"path": target, "rows": count, "sha256": digest.hexdigest()})
 
 
-def model(run: TrainingContext, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def load_model(run: TrainingContext, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Load the base model as configured, or through an installed factory."""
     plugin = run.config.trainer_options.model_factory
     if plugin is None:
         return load()
-    made = registry.call("model_factory", plugin.type, load, **plugin.parameters)
-    return registry.check_type("model_factory", plugin.type, made, PreTrainedModel, "transformers.PreTrainedModel")
+    created = registry.call_plugin("model_factory", plugin.type, load, **plugin.parameters)
+    return registry.check_type("model_factory", plugin.type, created, PreTrainedModel, "transformers.PreTrainedModel")
 
 
-def tokenizer(run: TrainingContext, load: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+def load_tokenizer(run: TrainingContext, load: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
     """Load the base model's tokenizer, or through an installed factory."""
     plugin = run.config.trainer_options.tokenizer
     if plugin is None:
         return load()
-    made = registry.call("tokenizer", plugin.type, load, **plugin.parameters)
+    created = registry.call_plugin("tokenizer", plugin.type, load, **plugin.parameters)
     called = "transformers.PreTrainedTokenizerBase"
-    return registry.check_type("tokenizer", plugin.type, made, PreTrainedTokenizerBase, called)
+    return registry.check_type("tokenizer", plugin.type, created, PreTrainedTokenizerBase, called)
 
 
 def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return the chat template of the configuration, or that of an installed plugin; None: the tokenizer's own."""
-    asked = run.config.chat_template
-    if asked is None or not is_template_name(asked):
-        return asked
-    made = registry.call("chat_template", asked, tokenizer)
-    registry.check_type("chat_template", asked, made, str, "str with a Jinja template")
-    return str(made)
+    configured = run.config.chat_template
+    if configured is None or not is_template_name(configured):
+        return configured
+    template = registry.call_plugin("chat_template", configured, tokenizer)
+    registry.check_type("chat_template", configured, template, str, "str with a Jinja template")
+    return str(template)
 
 
 class Collator:
@@ -128,7 +128,7 @@ class Collator:
         self._name = plugin.type
         self._own = own
         self._columns: set[str] | None = None
-        self._function: Any = registry.call("collator", plugin.type, own, tokenizer, **plugin.parameters)
+        self._function: Any = registry.call_plugin("collator", plugin.type, own, tokenizer, **plugin.parameters)
         if not callable(self._function):
             raise registry.plugin_error(
                 "collator", self._name, f"returned a {type(self._function).__name__}, not a function"
@@ -140,7 +140,7 @@ class Collator:
         Raises:
             TrainingFailure: `config_error`: the plugin failed, or its batch lacks a column of the method's own.
         """
-        batch = registry.guarded("collator", self._name, self._function, examples)
+        batch = registry.call_guarded("collator", self._name, self._function, examples)
         if not isinstance(batch, Mapping):
             raise registry.plugin_error("collator", self._name, f"returned a {type(batch).__name__}, not a dict")
         if self._columns is None:
@@ -150,13 +150,13 @@ class Collator:
         return dict(batch)
 
 
-def collator(run: TrainingContext, own: Any, tokenizer: Any) -> Any:
+def build_collator(run: TrainingContext, own: Any, tokenizer: Any) -> Any:
     """Return the collator of the method, or an installed one around it."""
     plugin = run.config.trainer_options.collator
     return own if plugin is None else Collator(plugin, own, tokenizer)
 
 
-def optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.Optimizer | None:
+def create_optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.Optimizer | None:
     """Create an installed optimizer for all trained parameters; None: use the configured one."""
     plugin = trainer.run.config.trainer_options.optimizer
     if plugin is None:
@@ -168,28 +168,30 @@ def optimizer(trainer: ServiceTrainer, network: torch.nn.Module) -> torch.optim.
         {"params": [one for name, one in training.items() if (name in decaying) is decays], "weight_decay": weight}
         for decays, weight in ((True, trainer.args.weight_decay), (False, 0.0))
     ]
-    made = registry.call(kind, name, [group for group in groups if group["params"]], lr=trainer.args.learning_rate,
-                         **plugin.parameters)  # fmt: skip
-    registry.check_type(kind, name, made, torch.optim.Optimizer, "torch.optim.Optimizer")
-    held = {id(one) for group in made.param_groups for one in group["params"]}
+    trained = [group for group in groups if group["params"]]
+    created = registry.call_plugin(kind, name, trained, lr=trainer.args.learning_rate, **plugin.parameters)
+    registry.check_type(kind, name, created, torch.optim.Optimizer, "torch.optim.Optimizer")
+    held = {id(one) for group in created.param_groups for one in group["params"]}
     if left := [name for name, one in training.items() if id(one) not in held]:
         raise registry.plugin_error(kind, name, f"leaves out {len(left)} trained parameters, {left[0]} among them")
-    return made
+    return created
 
 
-def scheduler(trainer: ServiceTrainer, steps: int, of: torch.optim.Optimizer) -> LRScheduler | None:
+def create_scheduler(trainer: ServiceTrainer, steps: int, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """Create an installed learning-rate schedule over `steps` steps; None: use the configured one."""
     plugin = trainer.run.config.trainer_options.scheduler
     if plugin is None:
         return None
     kind, name, warmup = "scheduler", plugin.type, trainer.args.get_warmup_steps(steps)
-    made = registry.call(kind, name, of, num_training_steps=steps, num_warmup_steps=warmup, **plugin.parameters)
-    registry.check_type(kind, name, made, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
-    if isinstance(made, ReduceLROnPlateau):
+    created = registry.call_plugin(
+        kind, name, optimizer, num_training_steps=steps, num_warmup_steps=warmup, **plugin.parameters
+    )
+    registry.check_type(kind, name, created, LRScheduler, "torch.optim.lr_scheduler.LRScheduler")
+    if isinstance(created, ReduceLROnPlateau):
         raise registry.plugin_error(
             kind, name, "returned a ReduceLROnPlateau, which depends on a metric and not on steps"
         )
-    return made
+    return created
 
 
 def controls_learning_rate(config: TrainingConfig) -> bool:
@@ -246,7 +248,7 @@ class Reward:
         """
         self.__name__ = name
         self._name = reward.name
-        self._function: Any = registry.call("reward", reward.name, **reward.options)
+        self._function: Any = registry.call_plugin("reward", reward.name, **reward.options)
         if not callable(self._function):
             raise registry.plugin_error(
                 "reward", reward.name, f"returned a {type(self._function).__name__}, not a function"
@@ -255,15 +257,17 @@ class Reward:
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         """Return one number per completion, in order."""
         try:
-            found = self._function(prompts, completions, **columns)
+            scores = self._function(prompts, completions, **columns)
         except Exception as error:
             raise registry.plugin_error("reward", self._name, f"failed: {error!r}") from error
-        if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != len(completions):
-            what = f"{len(found)} numbers" if isinstance(found, Sequence) else f"a {type(found).__name__}"
+        if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != len(completions):
+            what = f"{len(scores)} numbers" if isinstance(scores, Sequence) else f"a {type(scores).__name__}"
             raise registry.plugin_error(
                 "reward", self._name, f"returned {what}, not one for each of {len(completions)}"
             )
-        for one in found:
-            if one is not None and (isinstance(one, bool) or not isinstance(one, int | float)):
-                raise registry.plugin_error("reward", self._name, f"returned a {type(one).__name__} among its numbers")
-        return [None if one is None else float(one) for one in found]
+        for score in scores:
+            if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
+                raise registry.plugin_error(
+                    "reward", self._name, f"returned a {type(score).__name__} among its numbers"
+                )
+        return [None if one is None else float(one) for one in scores]

@@ -48,7 +48,7 @@ class MetricFunction(Protocol):
 Factories = dict[str, Callable[[], MetricFunction]]
 
 
-def load(names: Sequence[str], method: Method) -> Factories:
+def load_factories(names: Sequence[str], method: Method) -> Factories:
     """Load the factories with these names, and call each once to check that it can evaluate this method.
 
     Raises:
@@ -70,13 +70,13 @@ def load(names: Sequence[str], method: Method) -> Factories:
         try:
             factories[name] = installed[name].load()
         except Exception as error:  # third-party code can raise anything
-            raise _wrong(name, f"cannot be imported: {error!r}") from error
-        made = create_metric_function(factories, name)
+            raise _function_error(name, f"cannot be imported: {error!r}") from error
+        function = create_metric_function(factories, name)
         update = _UPDATES[method.objective]
-        if not callable(getattr(made, update, None)):
-            raise _wrong(
+        if not callable(getattr(function, update, None)):
+            raise _function_error(
                 name,
-                f"returned {_type_name(made)}, which has no method {update}, so it cannot evaluate `{method.name}`",
+                f"returned {_type_name(function)}, which has no method {update}, so it cannot evaluate `{method.name}`",
             )
     return factories
 
@@ -89,14 +89,14 @@ def create_metric_function(factories: Mapping[str, Callable[[], Any]], name: str
     """
     factory: Any = factories[name]
     if not callable(factory):
-        raise _wrong(name, f"is {_type_name(factory)}, but must be a factory: a callable without arguments")
+        raise _function_error(name, f"is {_type_name(factory)}, but must be a factory: a callable without arguments")
     try:
-        made = factory()
+        function = factory()
     except Exception as error:
-        raise _wrong(name, f"cannot be created: {error!r}") from error
-    if not callable(getattr(made, "result", None)):
-        raise _wrong(name, f"returned {_type_name(made)}, which has no method result")
-    return made  # type: ignore[no-any-return]
+        raise _function_error(name, f"cannot be created: {error!r}") from error
+    if not callable(getattr(function, "result", None)):
+        raise _function_error(name, f"returned {_type_name(function)}, which has no method result")
+    return function  # type: ignore[no-any-return]
 
 
 class Evaluation:
@@ -109,9 +109,9 @@ class Evaluation:
         self.kept: list[tuple[str, tuple[Any, ...]]] = []
         """Batches that were kept, each with the method that is called with it."""
 
-    def take(self, kept: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    def pass_kept(self, batches: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         """Pass batches that a rank has kept to all functions; raises as `update`."""
-        for update, batch in kept:
+        for update, batch in batches:
             self._pass_on(update, batch)
 
     def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -122,17 +122,17 @@ class Evaluation:
         Raises:
             TrainingFailure: `config_error` that names a function which failed.
         """
-        self._call("update", logits[:, :-1], labels[:, 1:])
+        self._pass_or_keep("update", logits[:, :-1], labels[:, 1:])
 
     def update_scores(self, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
         """Pass the scores of a batch of pairs to all functions; raises as `update`."""
-        self._call("update_scores", chosen, rejected)
+        self._pass_or_keep("update_scores", chosen, rejected)
 
     def update_completions(self, prompts: list[Any], completions: list[Any], rewards: torch.Tensor) -> None:
         """Pass completions and their rewards to all functions; raises as `update`."""
-        self._call("update_completions", prompts, completions, rewards)
+        self._pass_or_keep("update_completions", prompts, completions, rewards)
 
-    def _call(self, update: str, *batch: Any) -> None:
+    def _pass_or_keep(self, update: str, *batch: Any) -> None:
         if not self._keeps:
             self._pass_on(update, batch)
         elif self._functions:
@@ -144,7 +144,7 @@ class Evaluation:
             try:
                 getattr(function, update)(*batch)
             except Exception as error:
-                raise _wrong(name, f"failed in `{update}`: {error!r}") from error
+                raise _function_error(name, f"failed in `{update}`: {error!r}") from error
 
     def results(self, taken: Mapping[str, float]) -> dict[str, float]:
         """Return the results of all functions, with `eval_` before each name; `taken` has the names in use.
@@ -152,22 +152,26 @@ class Evaluation:
         Raises:
             TrainingFailure: `config_error` that names a function whose result is not a dict of numbers by new names.
         """
-        found: dict[str, float] = {}
+        named_results: dict[str, float] = {}
         for name, function in self._functions.items():
             try:
                 result: Any = function.result()
             except Exception as error:
-                raise _wrong(name, f"failed in `result`: {error!r}") from error
+                raise _function_error(name, f"failed in `result`: {error!r}") from error
             try:
                 numbers = named_numbers(result)
             except ValueError as error:
-                raise _wrong(name, f"returned {error} from `result`, but must return numbers by name") from error
+                raise _function_error(
+                    name, f"returned {error} from `result`, but must return numbers by name"
+                ) from error
             for key, number in numbers.items():
                 metric_name = f"eval_{key}"
-                if metric_name in taken or metric_name in found:
-                    raise _wrong(name, f"returned {key!r}, but evaluations already have a metric `{metric_name}`")
-                found[metric_name] = number
-        return found
+                if metric_name in taken or metric_name in named_results:
+                    raise _function_error(
+                        name, f"returned {key!r}, but evaluations already have a metric `{metric_name}`"
+                    )
+                named_results[metric_name] = number
+        return named_results
 
 
 def named_numbers(metrics: Any) -> dict[str, float]:
@@ -187,7 +191,7 @@ def named_numbers(metrics: Any) -> dict[str, float]:
     return numbers
 
 
-def _wrong(name: str, why: str) -> TrainingFailure:
+def _function_error(name: str, why: str) -> TrainingFailure:
     return TrainingFailure("config_error", f"The metric function `{name}` {why}.")
 
 

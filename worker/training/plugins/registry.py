@@ -14,7 +14,7 @@ from worker.training.failures import Stopped, TrainingFailure
 _RAISED_UNCHANGED = (Stopped, TrainingFailure, MemoryError)
 
 
-def load(kind: str, name: str) -> Callable[..., Any]:
+def load_plugin(kind: str, name: str) -> Callable[..., Any]:
     """Load an entry point.
 
     Raises:
@@ -30,15 +30,15 @@ def load(kind: str, name: str) -> Callable[..., Any]:
             f"package with an entry point of `{group}` into the environment of the workers.",
         )
     try:
-        found: Any = points[name].load()
+        plugin: Any = points[name].load()
     except Exception as error:  # third-party code can raise anything
         raise plugin_error(kind, name, f"cannot be imported: {error!r}") from error
-    if not callable(found):
-        raise plugin_error(kind, name, f"is {_type_name(found)}, but must be a callable")
-    return found  # type: ignore[no-any-return]
+    if not callable(plugin):
+        raise plugin_error(kind, name, f"is {_type_name(plugin)}, but must be a callable")
+    return plugin  # type: ignore[no-any-return]
 
 
-def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
+def call_plugin(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
     """Call an entry point with these arguments and return its result.
 
     Errors about memory and stops are raised unchanged.
@@ -46,17 +46,17 @@ def call(kind: str, name: str, *arguments: Any, **named: Any) -> Any:
     Raises:
         TrainingFailure: `config_error`: as `load`, or it does not accept the arguments, or it fails.
     """
-    found = load(kind, name)
+    plugin = load_plugin(kind, name)
     try:
-        inspect.signature(found).bind(*arguments, **named)
+        inspect.signature(plugin).bind(*arguments, **named)
     except TypeError as error:
         raise plugin_error(kind, name, f"does not accept its arguments: {error}") from error
     except ValueError:
         pass  # compiled code without a signature
-    return guarded(kind, name, found, *arguments, **named)
+    return call_guarded(kind, name, plugin, *arguments, **named)
 
 
-def guarded(kind: str, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def call_guarded(kind: str, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a function of a plugin, and name the plugin in its errors.
 
     Errors about memory and stops are raised unchanged.
@@ -74,11 +74,11 @@ def guarded(kind: str, name: str, function: Callable[..., Any], *arguments: Any,
         raise plugin_error(kind, name, f"failed: {error!r}") from error
 
 
-def check_type(kind: str, name: str, made: Any, type: type, called: str) -> Any:
+def check_type(kind: str, name: str, value: Any, type: type, called: str) -> Any:
     """Return the result of an entry point if it has this type, which the error message names as `called`."""
-    if not isinstance(made, type):
-        raise plugin_error(kind, name, f"returned {_type_name(made)}, not a {called}")
-    return made
+    if not isinstance(value, type):
+        raise plugin_error(kind, name, f"returned {_type_name(value)}, not a {called}")
+    return value
 
 
 def plugin_error(kind: str, name: str, why: str) -> TrainingFailure:

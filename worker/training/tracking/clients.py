@@ -79,7 +79,7 @@ class TrackedPoint:
         """Create a point from a line of the history; values that are not numbers are left out."""
         # An evaluation repeats the epoch of the metric of its step, and a point sent twice is two points.
         left_out = {"step"} if "extra" in record else {"step", "epoch"}
-        flat = dict(flattened({name: value for name, value in record.items() if name not in left_out}))
+        flat = dict(flatten_values({name: value for name, value in record.items() if name not in left_out}))
         numbers = {name: float(value) for name, value in flat.items() if _is_number(value)}
         return cls(int(record["step"]), at, numbers)
 
@@ -135,7 +135,7 @@ class TensorBoard(Tracker):
         self._writer = SummaryWriter(log_dir=str(folder))
         # Each attempt has its own folder, so it includes the points before the checkpoint, as `metrics.jsonl` does.
         if resume := self._job.resume_from:
-            self.log(list(_history(resume.path)))
+            self.log(list(_read_history(resume.path)))
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
         text = json.dumps({**self._run, **parameters}, indent=1, default=str)
@@ -192,7 +192,7 @@ class Mlflow(Tracker):
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._job.trackers.mlflow_tracking_uri)
-        experiment = self._experiment()
+        experiment = self._find_experiment()
         run_filter = f"tags.`anneal.run_id` = '{self._job.run_id}'"
         earlier = self._client.search_runs([experiment], filter_string=run_filter, max_results=1)
         tags = {f"anneal.{name}": str(value) for name, value in {**self._run, "status": "running"}.items()}
@@ -202,9 +202,9 @@ class Mlflow(Tracker):
             return
         self._id = earlier[0].info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        self._tag(tags)
+        self._set_tags(tags)
 
-    def _experiment(self) -> str:
+    def _find_experiment(self) -> str:
         experiment = self._client.get_experiment_by_name(PROJECT)
         if experiment is None:
             try:
@@ -220,40 +220,42 @@ class Mlflow(Tracker):
         from mlflow.entities import Param
 
         existing = self._client.get_run(self._id).data.params
-        sent = {_sanitized(name): _as_text(value)[:_MAX_PARAMETER_LENGTH] for name, value in flattened(parameters)}
+        sent = {
+            _sanitize_name(name): _as_text(value)[:_MAX_PARAMETER_LENGTH] for name, value in flatten_values(parameters)
+        }
         new = [Param(name, value) for name, value in sent.items() if name not in existing]
-        for batch in _batches(new, 100):
+        for batch in _split_batches(new, 100):
             self._client.log_batch(self._id, params=batch)
         # MLflow parameters are immutable: changed values, such as another worker's device, become tags.
         changed = {name: value for name, value in sent.items() if existing.get(name, value) != value}
-        self._tag({f"anneal.attempt_{self._job.attempt}.{name}": value for name, value in changed.items()})
+        self._set_tags({f"anneal.attempt_{self._job.attempt}.{name}": value for name, value in changed.items()})
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(_sanitized(name), value, int(point.at * 1000), point.step)
+            Metric(_sanitize_name(name), value, int(point.at * 1000), point.step)
             for point in points
             for name, value in point.values.items()
-            if not self._has(_sanitized(name), point.step, value)
+            if not self._was_sent(_sanitize_name(name), point.step, value)
         ]
-        for batch in _batches(metrics, 1000):
+        for batch in _split_batches(metrics, 1000):
             self._client.log_batch(self._id, metrics=batch)
 
     def end(self, status: Status) -> None:
-        self._tag({"anneal.status": status})
+        self._set_tags({"anneal.status": status})
         if status == "pending":
             self._client.update_run(self._id, status=self._STATUS[status])
         else:
             self._client.set_terminated(self._id, self._STATUS[status])
 
-    def _tag(self, tags: Mapping[str, str]) -> None:
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        for batch in _batches([RunTag(name, value) for name, value in tags.items()], 100):
+        for batch in _split_batches([RunTag(name, value) for name, value in tags.items()], 100):
             self._client.log_batch(self._id, tags=batch)
 
-    def _has(self, key: str, step: int, value: float) -> bool:
+    def _was_sent(self, key: str, step: int, value: float) -> bool:
         """Return True if an earlier attempt of this run sent this exact point."""
         if self._job.attempt == 1:
             return False
@@ -328,16 +330,16 @@ class Wandb(Tracker):
                     process.kill()
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the members of nested objects by dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{name}.")
+            yield from flatten_values(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
 
-def _history(checkpoint: Path) -> Iterator[TrackedPoint]:
+def _read_history(checkpoint: Path) -> Iterator[TrackedPoint]:
     for name, point in ((METRICS, TrackedPoint.from_record), (DISTRIBUTIONS, TrackedPoint.from_distributions)):
         path = checkpoint / name
         if path.is_file():
@@ -350,7 +352,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
-def _sanitized(name: str) -> str:
+def _sanitize_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
@@ -358,5 +360,5 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+def _split_batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (items[begin : begin + size] for begin in range(0, len(items), size))

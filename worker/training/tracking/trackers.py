@@ -46,7 +46,7 @@ class TrackerQueue:
         self._dropped = 0
         self._has_warned = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread = threading.Thread(target=self._send_points, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def describe(self, parameters: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class TrackerQueue:
             self._parameters = parameters
             self._changed.notify_all()
 
-    def add(self, point: TrackedPoint) -> None:
+    def add_point(self, point: TrackedPoint) -> None:
         """Queue one point without waiting; if the queue is full, drop and count it."""
         with self._changed:
             if len(self._waiting) >= _MAX_QUEUED:
@@ -64,18 +64,18 @@ class TrackerQueue:
             self._waiting.append(point)
             self._changed.notify_all()
 
-    def settle(self, until: float) -> None:
+    def wait_until_sent(self, until: float) -> None:
         """Wait until everything queued so far is sent, at the latest until `until` (monotonic seconds)."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and self._parameters is None, until - time.monotonic())
 
-    def end(self, status: Status) -> None:
+    def mark_end(self, status: Status) -> None:
         """Mark the end of the queue; nothing is added later."""
         with self._changed:
             self._status = status
             self._changed.notify_all()
 
-    def leave(self, until: float) -> None:
+    def wait_or_give_up(self, until: float) -> None:
         """Wait until everything is sent, at the latest until `until`; then give up and report what was lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_done or self._is_given_up, until - time.monotonic())
@@ -92,7 +92,7 @@ class TrackerQueue:
             level="warning",
         )
 
-    def _work(self) -> None:
+    def _send_points(self) -> None:
         is_connected, pause, tries = False, _FIRST_PAUSE, _FINAL_TRIES
         while not self._is_done and not self._is_given_up:
             with self._changed:
@@ -112,8 +112,8 @@ class TrackerQueue:
                 self._mark_sent(parameters, len(points), is_last=not points and status is not None)
                 pause = _FIRST_PAUSE
             except Exception as error:
-                self._warn(error)
-                self._pause(pause)
+                self._warn_once(error)
+                self._pause_before_retry(pause)
                 pause = min(pause * 2, _MAX_PAUSE)
                 tries -= status is not None
                 if tries == 0:
@@ -137,7 +137,7 @@ class TrackerQueue:
             self._is_given_up = True
             self._changed.notify_all()
 
-    def _pause(self, seconds: float) -> None:
+    def _pause_before_retry(self, seconds: float) -> None:
         """Pause before the next try; shorter at the end of the run, when little time is left."""
         with self._changed:
             if self._status is None:
@@ -145,7 +145,7 @@ class TrackerQueue:
             else:
                 self._changed.wait_for(lambda: self._is_given_up, _FIRST_PAUSE)
 
-    def _warn(self, error: Exception) -> None:
+    def _warn_once(self, error: Exception) -> None:
         if self._has_warned or self._is_given_up:  # the result may have been reported since, and is the last record
             return
         self._has_warned = True
@@ -169,35 +169,35 @@ class Trackers:
         for queue in self._queues:
             queue.describe({**config, "facts": dict(facts)})
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add_record(self, record: Mapping[str, Any]) -> None:
         """Send a metric or an evaluation, in the format of the history."""
         if self._queues:
             point = TrackedPoint.from_record(record, time.time())
             for queue in self._queues:
-                queue.add(point)
+                queue.add_point(point)
 
     def add_distributions(self, record: Mapping[str, Any]) -> None:
         """Send histograms, in the format of `distributions.jsonl`."""
         if self._queues:
             point = TrackedPoint.from_distributions(record, time.time())
             for queue in self._queues:
-                queue.add(point)
+                queue.add_point(point)
 
     def copy_files(self, target: Path) -> None:
         """Copy the files that trackers have written so far into an output."""
         until = time.monotonic() + _SETTLE_SECONDS
         for queue in self._queues:
             if queue.name == "tensorboard" and self._folder is not None:
-                queue.settle(until)
+                queue.wait_until_sent(until)
                 TensorBoard.copy_files(self._folder, target)
 
     def close(self, status: Status) -> None:
         """End the attempt: send what is left, for a bounded time."""
         for queue in self._queues:
-            queue.end(status)
+            queue.mark_end(status)
         until = time.monotonic() + _FLUSH_SECONDS[status]
         for queue in self._queues:
-            queue.leave(until)
+            queue.wait_or_give_up(until)
 
 
 def open_trackers(job: JobSpec, config: TrainingConfig, report: Reporter) -> Trackers:

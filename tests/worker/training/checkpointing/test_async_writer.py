@@ -85,8 +85,8 @@ class TestWhileTrainingGoesOn:
     def test_too_little_memory_to_write_costs_that_checkpoint_and_training_waits_for_the_next_ones(
         self, undisturbed: Outcome, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
-        asked = {"id": "act_1", "action": "checkpoint", "parameters": {"pin": True}, "step": 1}
-        job = make_job(tmp_path, tiny_model, chats, **CONFIG) | {"replayed_actions": [asked]}
+        request = {"id": "act_1", "action": "checkpoint", "parameters": {"pin": True}, "step": 1}
+        job = make_job(tmp_path, tiny_model, chats, **CONFIG) | {"replayed_actions": [request]}
         done = forks.run(job, disk=json.dumps({"no_memory_at": 2}))
         assert done.result["outcome"] == "completed", done.result
         assert done.steps == undisturbed.steps and weights(done) == weights(undisturbed)
@@ -137,7 +137,7 @@ class TestInFlight:
             while steps.acquire(timeout=60) and not stand_still.is_set():
                 alive()
 
-        in_flight.begin(write)
+        in_flight.begin_write(write)
         waiting = threading.Thread(target=in_flight.wait, args=[lambda: signs.append(1)])
         waiting.start()
         eventually(lambda: len(signs) == 1)  # that it waits at all
@@ -155,18 +155,18 @@ class TestInFlight:
             raise OSError(28, "No space left on device")
 
         in_flight = AsyncWriter(never_short)
-        in_flight.begin(fail)
+        in_flight.begin_write(fail)
         with pytest.raises(TrainingFailure) as failed:
             in_flight.wait(no_heartbeat)
         assert failed.value.code == "disk_full"
-        in_flight.check()
+        in_flight.raise_failure()
 
     def test_the_end_of_another_rank_stays_recognizable(self) -> None:
         def fail(_: Any) -> None:
             raise RuntimeError("Connection closed by peer [127.0.0.1]:5000")
 
         in_flight = AsyncWriter(never_short)
-        in_flight.begin(fail)
+        in_flight.begin_write(fail)
         with pytest.raises(TrainingFailure) as failed:
             in_flight.wait(no_heartbeat)
         assert is_peer_lost(failed.value)
@@ -180,7 +180,7 @@ class TestInFlight:
             written.append(1)
 
         with pytest.raises(ValueError, match="of the loop"), in_flight.settled_after(no_heartbeat, print):
-            in_flight.begin(write)
+            in_flight.begin_write(write)
             go_on.set()
             raise ValueError("of the loop")
         assert written == [1]
@@ -193,7 +193,7 @@ class TestInFlight:
                 alive()
                 pieces.append(1)
 
-        in_flight.begin(write)
+        in_flight.begin_write(write)
         in_flight.abandon()
         in_flight.wait(no_heartbeat)
         assert len(pieces) < 10_000_000
@@ -209,7 +209,7 @@ class TestHostMemory:
             torch.randn(4_500_000), torch.randn(8)[2:5], torch.tensor([True, False]),
         ]  # fmt: skip
         memory = PinnedMemory()
-        copies = memory.copy(tensors)
+        copies = memory.copy_tensors(tensors)
         for tensor in tensors:
             copy = copies[id(tensor)]
             assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype
@@ -220,22 +220,22 @@ class TestHostMemory:
         assert torch.equal(copies[id(tensors[0])], before)
 
     def test_what_is_one_place_in_memory_stays_one(self) -> None:
-        one = torch.randn(10)
-        copies = PinnedMemory().copy([one, one.detach()])
+        tensor = torch.randn(10)
+        copies = PinnedMemory().copy_tensors([tensor, tensor.detach()])
         assert len({copy.data_ptr() for copy in copies.values()}) == 1
 
     def test_the_memory_of_the_last_copy_is_used_again(self) -> None:
         memory, state = PinnedMemory(), torch.randn(100_000)
-        memory.prepare(state.nbytes + 64)
-        first = memory.copy([state])[id(state)].data_ptr()
-        assert memory.copy([state])[id(state)].data_ptr() == first
+        memory.prepare_memory(state.nbytes + 64)
+        first = memory.copy_tensors([state])[id(state)].data_ptr()
+        assert memory.copy_tensors([state])[id(state)].data_ptr() == first
 
     @pytest.mark.parametrize(("is_sharded", "is_copied"), [(False, True), (True, False)])
     def test_ranks_of_a_host_that_all_copy_their_part_need_memory_for_all(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_sharded: bool, is_copied: bool
     ) -> None:
         free = pinned_memory._MARGIN_BYTES + 15 * 2**20
-        monkeypatch.setattr(pinned_memory, "_memory", lambda: (2**30, free))
+        monkeypatch.setattr(pinned_memory, "_total_and_available", lambda: (2**30, free))
         ranks = Ranks(0, 2)
         ranks.on_host = 2
         run: Any = SimpleNamespace(
@@ -243,15 +243,15 @@ class TestHostMemory:
             is_sharded=is_sharded,
         )  # fmt: skip
         ten_mebibytes = torch.zeros(10 * 2**18)
-        copy = CheckpointSaver(run).copied(Snapshot([], {"state": ten_mebibytes}, {}))
+        copy = CheckpointSaver(run).copy_to_host(Snapshot([], {"state": ten_mebibytes}, {}))
         assert (copy is not None) == is_copied
 
     def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_reported_once(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(pinned_memory, "_memory", lambda: (2**30, 2**28))
+        monkeypatch.setattr(pinned_memory, "_total_and_available", lambda: (2**30, 2**28))
         with pytest.raises(InsufficientHostMemory):
-            PinnedMemory().copy([torch.randn(10)])
+            PinnedMemory().copy_tensors([torch.randn(10)])
         reported: list[tuple[str, str]] = []
         report = SimpleNamespace(
             message=lambda *said: reported.append(said), phase=lambda name: reported.append((name, ""))
@@ -260,7 +260,7 @@ class TestHostMemory:
             folder=tmp_path, job=make_spec(tmp_path), report=report, is_probe=False, ranks=Ranks(), is_sharded=False
         )
         saving, snapshot = CheckpointSaver(run), Snapshot([], {"state": torch.randn(10)}, {})
-        assert saving.copied(snapshot) is None and saving.copied(snapshot) is None
+        assert saving.copy_to_host(snapshot) is None and saving.copy_to_host(snapshot) is None
         assert [what for what, _ in reported if what == "saving"] == ["saving"] * 2
         ((line, level),) = [said for said in reported if said[1]]
         assert level == "warning" and "MiB of host memory" in line
@@ -293,10 +293,10 @@ class TestLimitsOfMemory:
             (path.parent / "memory.stat").write_text("anon 5\ninactive_file 100\n")
         (tmp_path / "own").write_text(own + "\n")
         monkeypatch.setattr(pinned_memory, "_OWN_CGROUPS", tmp_path / "nothing")
-        machine = pinned_memory._memory()
+        machine = pinned_memory._total_and_available()
         monkeypatch.setattr(pinned_memory, "_CGROUPS", tmp_path / "groups")
         monkeypatch.setattr(pinned_memory, "_OWN_CGROUPS", tmp_path / "own")
-        total, available = pinned_memory._memory()
+        total, available = pinned_memory._total_and_available()
         if headroom is None:
             assert total == machine[0] and available > 10_000
         else:
@@ -310,20 +310,20 @@ class TestLimitsOfMemory:
 
         monkeypatch.setattr(pinned_memory.mmap, "mmap", refuse)
         memory = PinnedMemory()
-        memory.prepare(1000)
+        memory.prepare_memory(1000)
         with pytest.raises(InsufficientHostMemory, match="which the system refuses"):
-            memory.copy([torch.randn(10)])
+            memory.copy_tensors([torch.randn(10)])
 
     def test_a_kernel_without_huge_pages_will_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pinned_memory.mmap, "MADV_HUGEPAGE", 12345)
         state = torch.randn(10)
-        assert torch.equal(PinnedMemory().copy([state])[id(state)], state)
+        assert torch.equal(PinnedMemory().copy_tensors([state])[id(state)], state)
 
     def test_memory_that_cuda_refuses_to_pin_is_used_as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[int] = []
+        calls: list[int] = []
 
         def refuse(*_: Any) -> int:
-            asked.append(1)
+            calls.append(1)
             return 2
 
         runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=lambda _: pytest.fail("never pinned"))
@@ -332,8 +332,8 @@ class TestLimitsOfMemory:
         monkeypatch.setattr(torch, "zeros", lambda *sizes, **_: zeros(*sizes))
         memory, small, large = PinnedMemory(), torch.randn(10), torch.randn(10_000)
         for state in (small, small, large):
-            assert torch.equal(memory.copy([state])[id(state)], state)
-        assert len(asked) == 2, "once for each stretch of memory"
+            assert torch.equal(memory.copy_tensors([state])[id(state)], state)
+        assert len(calls) == 2, "once for each stretch of memory"
 
     def test_memory_prepared_in_the_background_is_pinned_on_the_gpu_of_the_rank(
         self, monkeypatch: pytest.MonkeyPatch
@@ -347,8 +347,8 @@ class TestLimitsOfMemory:
         _pretend_gpus(monkeypatch, SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda _: 0))
         torch.cuda.set_device(3)
         memory, state = PinnedMemory(), torch.randn(10_000)
-        memory.prepare(state.nbytes + 64)
-        memory.copy([state])
+        memory.prepare_memory(state.nbytes + 64)
+        memory.copy_tensors([state])
         memory.release()
         assert pinned_on == [3]
 
@@ -401,12 +401,14 @@ class TestRoom:
             free[0] = 10
             for step in (1, 2):
                 why = room.shortage_reason(size)
-                assert why is not None and "the next is due at step 9" in room.skip(step, why, 9, is_due=True)
+                assert why is not None and "the next is due at step 9" in room.skip_checkpoint(
+                    step, why, 9, is_due=True
+                )
             free[0] = 100
             assert room.shortage_reason(size) is None
         with pytest.raises(TrainingFailure) as ended:
             for step in (3, 4, 5):
-                room.skip(step, "full", step + 1, is_due=True)
+                room.skip_checkpoint(step, "full", step + 1, is_due=True)
         assert ended.value.code == "disk_full" and "step 5" in ended.value.message
 
     @pytest.mark.parametrize("last", [{"max_steps": 9, "save_steps": 1}, {"max_steps": 1}])

@@ -25,15 +25,15 @@ def test_state_that_was_taken_restores_every_generator_that_of_the_gpu_too(gpu_g
         on_gpu = torch.rand(1, generator=gpu_generator).item()
         return [random.random(), float(numpy.random.random()), torch.rand(1).item(), on_gpu]
 
-    state = rng_state.current()
+    state = rng_state.current_states()
     drawn = draw()
     rng_state.set_current(state)
     assert draw() == drawn
 
 
 def test_state_of_a_gpu_is_ignored_on_a_cpu(gpu_generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = rng_state.current()
+    state = rng_state.current_states()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.delattr(torch.cuda, "set_rng_state")
     rng_state.set_current(state)
-    assert "cuda" in state and "cuda" not in rng_state.current()
+    assert "cuda" in state and "cuda" not in rng_state.current_states()

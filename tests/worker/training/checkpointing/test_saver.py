@@ -85,7 +85,7 @@ class Training:
         self.saving: Any = CheckpointSaver(run)
         self.actions: Any = Actions(trainer)
         trainer.saving, trainer.actions = self.saving, self.actions
-        self.saving.gatherer.gather = self._gather
+        self.saving.gatherer.gather_state = self._gather
 
     def _gather(self, _trainer: Any, folder: Path, _whole: Any) -> Snapshot:
         (folder / "state.json").write_text("{}")
@@ -99,7 +99,7 @@ class Training:
     def save(self, step: int, kind: str = "periodic") -> bool:
         """Save at a step."""
         self.run.save_kind, self.trainer.state.global_step = kind, step
-        return saver.save(self.trainer)
+        return saver.save_checkpoint(self.trainer)
 
     def end(self, why: str, mode: StopMode) -> None:
         """Let training end behind the present step."""
@@ -135,15 +135,15 @@ def full(training: Training, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool]
 
 
 class TestInFlight:
-    @pytest.mark.parametrize(("finish", "kept"), [(True, ["checkpoint-2"]), (False, [])], ids=["best", "discard"])
+    @pytest.mark.parametrize(("finish", "saved"), [(True, ["checkpoint-2"]), (False, [])], ids=["best", "discard"])
     def test_only_a_stop_that_keeps_nothing_throws_away_the_one_that_is_being_written(
-        self, finish: bool, kept: list[str], training: Training
+        self, finish: bool, saved: list[str], training: Training
     ) -> None:
         with training.saving.settled():
             training.save(2, "best")
             training.end("stop", "best" if finish else "discard")
             training.go_on.set()
-        assert training.saved == kept
+        assert training.saved == saved
 
     def test_one_of_this_very_step_is_not_written_again_at_the_end(self, training: Training) -> None:
         with training.saving.settled():
@@ -233,7 +233,7 @@ class TestNoRoom:
     def test_it_is_seen_before_anything_is_written(self, training: Training, full: Callable[[bool], None]) -> None:
         full(True)
         before, wrote = list(training.run.folder.iterdir()), []
-        training.saving.gatherer.gather = lambda *_: wrote.append(1)
+        training.saving.gatherer.gather_state = lambda *_: wrote.append(1)
         training.save(2)
         assert wrote == [] and list(training.run.folder.iterdir()) == before
 
@@ -252,9 +252,9 @@ class TestNoRoom:
         self, training: Training, full: Callable[[bool], None]
     ) -> None:
         full(True)
-        asked = ActionRequest("act_1", "checkpoint", {})
+        request = ActionRequest("act_1", "checkpoint", {})
         training.trainer.state.global_step = 3
-        training.actions._checkpoint(asked, training.trainer.control)
+        training.actions._save_checkpoint(request, training.trainer.control)
         training.save(3)
         ((why),) = training.report.of("action failed")
         assert "does not fit on the disk" in why
@@ -268,13 +268,13 @@ class TestNoRoom:
         self, training: Training, full: Callable[[bool], None]
     ) -> None:
         state = training.run.state
-        assert state.evaluate(3.0, 1, False)
+        assert state.record_objective(3.0, 1, False)
         full(True)
-        assert state.evaluate(1.0, 3, False)
+        assert state.record_objective(1.0, 3, False)
         training.save(3, "best")
-        assert state.evaluate(2.0, 5, False), "better than any checkpoint there is"
-        assert not state.evaluate(2.5, 7, False)
-        assert state.evaluate(1.5, 9, False)
+        assert state.record_objective(2.0, 5, False), "better than any checkpoint there is"
+        assert not state.record_objective(2.5, 7, False)
+        assert state.record_objective(1.5, 9, False)
         assert state.best_objective == 1.0 and state.evals_without_improvement == 3
 
 
@@ -282,9 +282,9 @@ def test_the_state_of_a_paged_optimizer_is_paged_again_after_a_load(monkeypatch:
     """Paged memory needs a GPU; here a mark stands for it, which new state gets where bitsandbytes would page it."""
 
     def paged_buffer(_optimizer: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        made = torch.zeros_like(parameter, dtype=dtype)
-        made.is_paged = True  # type: ignore[attr-defined]
-        return made
+        buffer = torch.zeros_like(parameter, dtype=dtype)
+        buffer.is_paged = True  # type: ignore[attr-defined]
+        return buffer
 
     def stepped() -> tuple[torch.Tensor, PagedAdamW8bit]:
         torch.manual_seed(0)
@@ -317,12 +317,12 @@ def test_the_state_of_a_paged_optimizer_is_paged_again_after_a_load(monkeypatch:
 def test_a_checkpoint_of_an_adapter_on_a_hub_model_asks_the_hub_nothing(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", lambda *about: asked.append(about))
+    hub_calls: list[Any] = []
+    monkeypatch.setattr(save_and_load, "check_file_exists_on_hf_hub", lambda *about: hub_calls.append(about))
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["q_proj"]))
     adapted.peft_config["default"].base_model_name_or_path = "owner/model"
     snapshot.save_weights(adapted, tmp_path)
-    assert asked == []
+    assert hub_calls == []
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
@@ -347,7 +347,7 @@ class TestKeeper:
         folders = [training.run.folder / f"checkpoint-{step}" for step in (2, 4, 6)]
         for folder in folders:
             folder.mkdir()
-            training.saving.engine_copier.keep(folder)
+            training.saving.engine_copier.queue_copy(folder)
             eventually(lambda: copied == ["checkpoint-2"])
         training.run.stop_requested = object()
         with training.saving.settled():
@@ -360,7 +360,7 @@ class TestKeeper:
         for step in (2, 4, 6):
             folder = training.run.folder / f"checkpoint-{step}"
             folder.mkdir()
-            training.saving.engine_copier.keep(folder)
+            training.saving.engine_copier.queue_copy(folder)
             eventually(lambda: copied == ["checkpoint-2"])
         (training.run.folder / "checkpoint-4").rmdir()  # cleaned up meanwhile
         threading.Timer(0.1, training.go_on.set).start()
@@ -375,7 +375,7 @@ class TestKeeper:
         monkeypatch.setattr(checkpoint_engines, "store_replica", none)
         training.run.config.trainer_options.checkpoint_engine = object()
         keeper = EngineCopier(training.run)
-        keeper.keep(training.run.folder)
-        keeper.settle()
+        keeper.queue_copy(training.run.folder)
+        keeper.wait_for_copies()
         with pytest.raises(TrainingFailure, match="no engine"):
-            keeper.check()
+            keeper.raise_failure()

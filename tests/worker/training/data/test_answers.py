@@ -10,8 +10,8 @@ from worker.training.data.answers import answer_problem
 
 
 def reward(**fields: Any) -> Reward:
-    made: Reward = TypeAdapter(Reward).validate_python(fields)
-    return made
+    configured: Reward = TypeAdapter(Reward).validate_python(fields)
+    return configured
 
 
 @pytest.mark.parametrize("answer", ["", "seven", "1e999", "x = ?"])

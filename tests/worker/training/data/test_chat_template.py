@@ -67,8 +67,8 @@ def test_several_turns_of_every_family_that_trl_knows_are_tokens_and_labels_of_p
     own = tokenizer.chat_template
     rows = [{"messages": CHAT}, {"messages": CHAT[:2]}]
     ours = tokens(tokenizer, tmp_path, rows, "chat", length=LENGTH, loss_on="assistant").dataset
-    found = [(row["input_ids"], row["labels"]) for row in ours]
-    assert found == plain_tokens(tokenizer, network, rows, tmp_path / "plain")
+    encoded = [(row["input_ids"], row["labels"]) for row in ours]
+    assert encoded == plain_tokens(tokenizer, network, rows, tmp_path / "plain")
     assert tokenizer.chat_template == own, "the output keeps the template of the model"
 
 

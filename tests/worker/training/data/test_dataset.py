@@ -40,7 +40,7 @@ def tokenizer(tiny_model: Path) -> PreTrainedTokenizerBase:
 def tokens(
     tokenizer: PreTrainedTokenizerBase, path: Path, rows: list[Any], data_format: str, length: int = 200, **config: Any
 ) -> Tokens:
-    return dataset.tokenize(
+    return dataset.tokenize_file(
         str(write_rows(path / "rows.jsonl", rows)), data_format, tokenizer,
         TrainingConfig(base_model="tiny", **config), max_length=length, chosen=None, progress=lambda done, total: None,
     )  # fmt: skip
@@ -140,8 +140,8 @@ class TestLossMasks:
         assert learned(tokenizer, row) == [" three<|end|>"]
 
     def test_a_text_ends_with_the_end_token_once(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-        made = tokens(tokenizer, tmp_path, [{"text": "one"}, {"text": "one<|end|>"}], "text")
-        assert [learned(tokenizer, row) for row in made.dataset] == [["one<|end|>"]] * 2
+        tokenized = tokens(tokenizer, tmp_path, [{"text": "one"}, {"text": "one<|end|>"}], "text")
+        assert [learned(tokenizer, row) for row in tokenized.dataset] == [["one<|end|>"]] * 2
 
     def test_a_tokenizer_with_a_template_keeps_it(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.chat_template = CHATML
@@ -191,9 +191,9 @@ class TestCutting:
         self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
     ) -> None:
         rows = [{"prompt": "one two three four five six seven", "completion": "x"}, {"prompt": "", "completion": "y"}]
-        made = tokens(tokenizer, tmp_path, rows, "prompt_completion", length=4, loss_on="completion")
-        assert (made.rows, made.dataset[0]["rows"]) == (1, [1])
-        assert any("left out" in remark["reason"] for remark in made.remarks)
+        tokenized = tokens(tokenizer, tmp_path, rows, "prompt_completion", length=4, loss_on="completion")
+        assert (tokenized.rows, tokenized.dataset[0]["rows"]) == (1, [1])
+        assert any("left out" in remark["reason"] for remark in tokenized.remarks)
 
     def test_nothing_left_at_all_is_bad_data(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         rows = [{"prompt": "one two three four five six seven", "completion": "x"}]
@@ -213,11 +213,11 @@ class TestPacking:
         ensure_template(tokenizer)
         rows = [json.loads(line) for line in make_chat_dataset(tmp_path / "c.jsonl", 30).read_text().splitlines()]
         loose = tokens(tokenizer, tmp_path, rows, "chat", loss_on="assistant").dataset
-        made = tokens(
+        tokenized = tokens(
             tokenizer, tmp_path, rows, "chat", length=128, loss_on="assistant", packing=True,
             extra={"packing_strategy": strategy},
         )  # fmt: skip
-        packed = made.dataset
+        packed = tokenized.dataset
         assert len(packed) < len(loose)
         assert all(len(row["input_ids"]) <= 128 for row in packed)
         for column in ("input_ids", "labels"):
@@ -238,8 +238,8 @@ class TestPacking:
         with pytest.raises(TrainingFailure, match="nothing to train on") as refused:
             tokens(tokenizer, tmp_path, [long, long], "prompt_completion", **cut)
         assert refused.value.code == "bad_data"
-        made = tokens(tokenizer, tmp_path, [long, short], "prompt_completion", **cut)
-        assert made.rows == 1 and any("left out" in remark["reason"] for remark in made.remarks)
+        tokenized = tokens(tokenizer, tmp_path, [long, short], "prompt_completion", **cut)
+        assert tokenized.rows == 1 and any("left out" in remark["reason"] for remark in tokenized.remarks)
 
     def test_a_stream_without_a_token_to_learn_is_bad_data(
         self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
@@ -256,31 +256,31 @@ class TestPacking:
     def test_keep_end_holds_for_packed_rows_too(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         rows = [{"text": "one two three four five six seven eight"}]
         whole = tokens(tokenizer, tmp_path, rows, "text").dataset[0]["input_ids"]
-        made = tokens(tokenizer, tmp_path, rows, "text", length=6, packing=True, truncation_mode="keep_end")
-        assert made.dataset[0]["input_ids"] == whole[-6:]
+        tokenized = tokens(tokenizer, tmp_path, rows, "text", length=6, packing=True, truncation_mode="keep_end")
+        assert tokenized.dataset[0]["input_ids"] == whole[-6:]
 
 
 class TestHeldOut:
     def test_a_split_is_disjoint_whole_and_the_same_for_the_same_seed(self) -> None:
-        train, held = dataset.split(100, 0.1, seed=3)
+        train, held = dataset.split_rows(100, 0.1, seed=3)
         assert len(held) == 10
         assert sorted(train + held) == list(range(100))
-        assert dataset.split(100, 0.1, seed=3) == (train, held)
-        assert dataset.split(100, 0.1, seed=4) != (train, held)
+        assert dataset.split_rows(100, 0.1, seed=3) == (train, held)
+        assert dataset.split_rows(100, 0.1, seed=4) != (train, held)
 
     def test_each_side_gets_at_least_one_row(self) -> None:
-        assert [len(part) for part in dataset.split(2, 0.999, seed=0)] == [1, 1]
-        assert [len(part) for part in dataset.split(50, 0.001, seed=0)] == [49, 1]
+        assert [len(part) for part in dataset.split_rows(2, 0.999, seed=0)] == [1, 1]
+        assert [len(part) for part in dataset.split_rows(50, 0.001, seed=0)] == [49, 1]
         with pytest.raises(TrainingFailure):
-            dataset.split(1, 0.5, seed=0)
+            dataset.split_rows(1, 0.5, seed=0)
 
     def test_chosen_rows_keep_their_numbers(self, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
         path = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {n}"} for n in range(6)])
-        made = dataset.tokenize(
+        tokenized = dataset.tokenize_file(
             str(path), "text", tokenizer, TrainingConfig(base_model="tiny"), max_length=50, chosen=[1, 4],
             progress=lambda done, total: None,
         )  # fmt: skip
-        assert [row["rows"] for row in made.dataset] == [[1], [4]]
+        assert [row["rows"] for row in tokenized.dataset] == [[1], [4]]
 
 
 class TestRows:
@@ -337,6 +337,6 @@ class TestRows:
         rows = [json.loads(line) for line in make_chat_dataset(tmp_path / "c.jsonl", 70).read_text().splitlines()]
         rows[3]["tools"] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
         together = tokens(tokenizer, tmp_path, rows, "chat", loss_on=loss_on).dataset
-        for row, found in zip(rows, together, strict=True):
+        for row, encoded in zip(rows, together, strict=True):
             (alone,) = tokens(tokenizer, tmp_path, [row], "chat", loss_on=loss_on).dataset
-            assert (alone["input_ids"], alone["labels"]) == (found["input_ids"], found["labels"])
+            assert (alone["input_ids"], alone["labels"]) == (encoded["input_ids"], encoded["labels"])

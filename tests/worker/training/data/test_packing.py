@@ -34,7 +34,7 @@ def tokens_of(packs: Packs, lengths: list[int], strategy: str) -> list[list[int]
     """The same of ours."""
     values = np.arange(sum(lengths), dtype=np.int32)
     if strategy == "bfd":
-        values = packing.reorder(values, np.array(lengths, np.int32), packs.order)
+        values = packing.reorder_values(values, np.array(lengths, np.int32), packs.order)
     return [values[one:other].tolist() for one, other in pairwise(packs.tokens)]
 
 
@@ -61,7 +61,7 @@ class TestAsTrl:
     @given(room=ROOMS, lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60))
     def test_a_stream_is_cut_in_the_same_places_and_knows_its_texts(self, room: int, lengths: list[int]) -> None:
         theirs, _ = as_trl_packs(lengths, room, "wrapped")
-        packs = packing.wrapped(np.array(lengths, np.int32), room)
+        packs = packing.pack_wrapped(np.array(lengths, np.int32), room)
         assert tokens_of(packs, lengths, "wrapped") == theirs
         text_of = np.repeat(np.arange(len(lengths)), lengths)
         parts = [packs.order[one:other] for one, other in pairwise(packs.texts)]
@@ -77,14 +77,14 @@ class TestAsTrl:
             Dataset.from_dict({"input_ids": [tokenizer(row["text"] + "<|end|>")["input_ids"] for row in rows]}),
             64, strategy,
         )  # fmt: skip
-        made = packed(tiny_model, tmp_path, rows, strategy, length=64)
-        assert made["input_ids"][:] == theirs["input_ids"][:]
-        assert len({row for one in made["rows"] for row in one}) == 2300
+        ours = packed(tiny_model, tmp_path, rows, strategy, length=64)
+        assert ours["input_ids"][:] == theirs["input_ids"][:]
+        assert len({row for one in ours["rows"] for row in one}) == 2300
 
 
 def packed(model: Path, folder: Path, rows: list[Any], strategy: str, length: int) -> Dataset:
     config = TrainingConfig(base_model="tiny", packing=True, extra={"packing_strategy": strategy})
-    return dataset.tokenize(
+    return dataset.tokenize_file(
         str(write_rows(folder / "rows.jsonl", rows)), "text", AutoTokenizer.from_pretrained(model), config,
         max_length=length, chosen=None, progress=lambda done, total: None,
     ).dataset  # fmt: skip
@@ -96,24 +96,24 @@ class TestBoundaries:
         self, attention: str, tiny_model: Path, tmp_path: Path
     ) -> None:
         rows = [{"text": CORPUS[row][: 10 + 9 * row]} for row in range(12)]
-        made = packed(tiny_model, tmp_path, rows, "bfd", length=128)
-        assert max(len(one) for one in made["seq_lengths"]) > 2, "texts do share sequences"
+        sequences = packed(tiny_model, tmp_path, rows, "bfd", length=128)
+        assert max(len(one) for one in sequences["seq_lengths"]) > 2, "texts do share sequences"
         model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention).eval()
-        together = losses(model, list(made))  # in one batch, as the trainer has them
+        together = losses(model, list(sequences))  # in one batch, as the trainer has them
         alone = []
-        for row in made:
-            for one, other in pairwise(np.cumsum([0, *row["seq_lengths"]])):
-                part = {name: row[name][one:other] for name in ("input_ids", "labels")}
-                alone += losses(model, [{**part, "seq_lengths": [int(other - one)]}])
+        for row in sequences:
+            for start, end in pairwise(np.cumsum([0, *row["seq_lengths"]])):
+                part = {name: row[name][start:end] for name in ("input_ids", "labels")}
+                alone += losses(model, [{**part, "seq_lengths": [int(end - start)]}])
         assert len(together) == len(alone) == 12
-        for found, expected in zip(together, alone, strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for actual, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
     def test_without_its_boundaries_a_text_has_other_losses(self, tiny_model: Path, tmp_path: Path) -> None:
         """So the test above would notice."""
-        made = packed(tiny_model, tmp_path, [{"text": line[:60]} for line in CORPUS[:8]], "bfd", length=128)
+        sequences = packed(tiny_model, tmp_path, [{"text": line[:60]} for line in CORPUS[:8]], "bfd", length=128)
         model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
-        row = made[0]
+        row = sequences[0]
         start, end = row["seq_lengths"][0], sum(row["seq_lengths"][:2])
         (as_one,) = losses(model, [{**row, "seq_lengths": [len(row["input_ids"])]}])
         assert not torch.allclose(losses(model, [row])[1], as_one[start : end - 1], atol=1e-2)
@@ -126,6 +126,6 @@ def losses(model: Any, rows: list[dict[str, Any]]) -> list[torch.Tensor]:
     labels = batch.pop("labels")[0]
     with torch.no_grad():
         logits = model(**batch, use_cache=False).logits[0]  # as the trainer calls it
-    found = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="none", ignore_index=-100)
+    token_losses = torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="none", ignore_index=-100)
     starts = np.cumsum([0, *(length for row in rows for length in row["seq_lengths"])]).tolist()
-    return [found[one : other - 1] for one, other in pairwise(starts)]
+    return [token_losses[one : other - 1] for one, other in pairwise(starts)]

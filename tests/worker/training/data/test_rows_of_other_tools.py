@@ -63,9 +63,9 @@ def stored(rows: list[Any]) -> tuple[str, list[Any]]:
 
 
 def our_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: list[Any], **config: Any) -> Tokens:
-    format, kept = stored(rows)
-    return dataset.tokenize(
-        str(write_rows(folder / "rows.jsonl", kept)), format, tokenizer,
+    format, converted = stored(rows)
+    return dataset.tokenize_file(
+        str(write_rows(folder / "rows.jsonl", converted)), format, tokenizer,
         TrainingConfig(base_model="tiny", **config), max_length=LENGTH, chosen=None, progress=lambda done, total: None,
     )  # fmt: skip
 
@@ -202,8 +202,8 @@ class TestMessagesOfTheWeight0:
     def test_are_not_learned_with_another_loss(self, family: str, loss_on: str, model: Path, tmp_path: Path) -> None:
         tokenizer = tokenizer_of(family, model)
         chats = [self.CHAT, [USER, ANSWER], [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "content": "six"}]]
-        made = our_tokens(tokenizer, tmp_path, [{"messages": chat} for chat in chats], loss_on=loss_on)
-        texts = ["".join(learned(tokenizer, row)) for row in made.dataset]
+        tokenized = our_tokens(tokenizer, tmp_path, [{"messages": chat} for chat in chats], loss_on=loss_on)
+        texts = ["".join(learned(tokenizer, row)) for row in tokenized.dataset]
         assert ["five" in text for text in texts] == [False] * 3
         assert ["four" in text for text in texts] == [True, True, False] and "six" in texts[2]
         assert ["what" in text for text in texts] == [loss_on == "all"] * 3
@@ -212,8 +212,8 @@ class TestMessagesOfTheWeight0:
         tokenizer = tokenizer_of("llama3", model)
         rows = [{"messages": [USER, {**ANSWER, "weight": weight}]} for weight in (1, 0)]
         for loss_on in ("assistant", "completion"):
-            made = our_tokens(tokenizer, tmp_path, rows, loss_on=loss_on)
-            assert (made.rows, [remark["examples"] for remark in made.remarks]) == (1, [[1]])
+            tokenized = our_tokens(tokenizer, tmp_path, rows, loss_on=loss_on)
+            assert (tokenized.rows, [remark["examples"] for remark in tokenized.remarks]) == (1, [[1]])
 
     def test_are_found_in_a_file(self, tmp_path: Path) -> None:
         plain, weighted = {"messages": [USER, ANSWER], "weight": 3}, {"messages": self.CHAT}
@@ -235,10 +235,10 @@ class TestTemplatesWithNames:
             for name in ("default", "tool_use")
         }  # fmt: skip
         rows = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], "tools": TOOLS}]
-        for made, row in zip(our_tokens(tokenizer, tmp_path, rows, loss_on=loss_on).dataset, rows, strict=True):
+        for encoded, row in zip(our_tokens(tokenizer, tmp_path, rows, loss_on=loss_on).dataset, rows, strict=True):
             text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
-            assert tokenizer.decode(made["input_ids"]) == text
-            assert loss_on == "all" or [part.strip() for part in learned(tokenizer, made)] == ["four<|im_end|>"]
+            assert tokenizer.decode(encoded["input_ids"]) == text
+            assert loss_on == "all" or [part.strip() for part in learned(tokenizer, encoded)] == ["four<|im_end|>"]
 
     def test_need_a_default(self, model: Path, tmp_path: Path) -> None:
         tokenizer = tokenizer_of("qwen2_5", model)
@@ -294,8 +294,8 @@ def test_padding_of_token_ids_is_removed_and_ids_outside_the_vocabulary_name_lin
     tokenizer = AutoTokenizer.from_pretrained(model)
     padded = {"input_ids": [1, 5, 6, 7, 1, 1], "attention_mask": [0, 1, 1, 1, 0, 0]}
     rows = [padded, {**padded, "labels": [-100, -100, 6, 7, -100, -100]}]
-    made = our_tokens(tokenizer, tmp_path, rows).dataset
-    assert [(row["input_ids"], row["labels"]) for row in made] == [([5, 6, 7], [5, 6, 7]), ([5, 6, 7], [-100, 6, 7])]
+    encoded = our_tokens(tokenizer, tmp_path, rows).dataset
+    assert [(row["input_ids"], row["labels"]) for row in encoded] == [([5, 6, 7], [5, 6, 7]), ([5, 6, 7], [-100, 6, 7])]
     rows += [{"input_ids": [5, len(tokenizer)]}, {"input_ids": [5, 6], "labels": [-100, 70_000]}]
     with pytest.raises(TrainingFailure) as refused:
         our_tokens(tokenizer, tmp_path, rows)
@@ -308,7 +308,7 @@ def test_padding_of_token_ids_is_removed_and_ids_outside_the_vocabulary_name_lin
 def test_token_ids_of_a_plugin_that_are_no_integers_are_refused(ids: list[Any], model: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ids}])
     with pytest.raises(TrainingFailure, match="line 1: `input_ids` is not a list of") as refused:
-        dataset.tokenize(
+        dataset.tokenize_file(
             str(path), "tokenized", AutoTokenizer.from_pretrained(model), TrainingConfig(base_model="tiny"),
             max_length=LENGTH, chosen=None, progress=lambda done, total: None,
         )  # fmt: skip
@@ -346,9 +346,9 @@ def test_tokens_of_pairs_are_those_of_plain_trl(
 ) -> None:
     rows, theirs = PAIRS[kind]
     tokenizer = tokenizer_of("qwen3", model)
-    format, kept = stored(rows)
+    format, converted = stored(rows)
     source = RowSource(
-        str(write_rows(tmp_path / "rows.jsonl", kept)), format, None, None, "training", lambda done, total: None,
+        str(write_rows(tmp_path / "rows.jsonl", converted)), format, None, None, "training", lambda done, total: None,
         TokenCache(),
     )  # fmt: skip
     (ours,) = preferences.read_preferences(source, tokenizer, max_length=LENGTH, truncation_mode="keep_start").dataset
@@ -369,7 +369,7 @@ def test_prompts_of_rlhf_keep_the_arguments_of_each_call(model: Path, tmp_path: 
     prompts = [[*calling({name: 1}, content="")[:3], *PARTS[:1]] for name in ("first", "second")]
     path = write_rows(tmp_path / "rows.jsonl", stored([{"prompt": prompt} for prompt in prompts])[1])
     source = RowSource(str(path), "prompt", None, None, "training", lambda done, total: None, TokenCache())
-    made = preferences.read_prompts(source, tokenizer, max_length=LENGTH, compared_by=())
-    for row, prompt in zip(made.dataset, prompts, strict=True):
+    read = preferences.read_prompts(source, tokenizer, max_length=LENGTH, compared_by=())
+    for row, prompt in zip(read.dataset, prompts, strict=True):
         assert row["prompt"][:3] == prompt[:3] and row["prompt"][3] == JOINED[0]
-    assert [remark["count"] for remark in made.remarks] == [2]
+    assert [remark["count"] for remark in read.remarks] == [2]

@@ -59,9 +59,9 @@ class Folder:
     @property
     def entries(self) -> list[Path]:
         """The files of entries; there is nothing else in the folder."""
-        found = list(self.path.iterdir())
-        assert all(path.suffix == ".tokens" for path in found), found
-        return found
+        paths = list(self.path.iterdir())
+        assert all(path.suffix == ".tokens" for path in paths), paths
+        return paths
 
 
 @pytest.fixture
@@ -82,32 +82,32 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 class TestEntries:
     def test_what_was_made_is_there_for_the_next_run(self, folder: Folder) -> None:
-        first = folder.cache().entry(PARTS, SCHEMA, numbers)
-        second = folder.cache().entry(PARTS, SCHEMA, never)
+        first = folder.cache().get_or_build(PARTS, SCHEMA, numbers)
+        second = folder.cache().get_or_build(PARTS, SCHEMA, never)
         assert (first.from_cache, second.from_cache) == (False, True)
         assert values(first) == values(second) == list(range(1000))
         assert first.facts == second.facts == {"count": 1000}
         assert first.name == second.name
-        assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).from_cache
+        assert not folder.cache().get_or_build({"of": "others"}, SCHEMA, numbers).from_cache
 
     def test_another_process_waits_only_for_what_is_missing(self, folder: Folder) -> None:
-        made: list[Entry] = []
+        entries: list[Entry] = []
         other = TokenCache(
-            folder.path, GIB, wait_for_maker=lambda: made.append(folder.cache().entry(PARTS, SCHEMA, numbers))
+            folder.path, GIB, wait_for_maker=lambda: entries.append(folder.cache().get_or_build(PARTS, SCHEMA, numbers))
         )
-        assert [values(other.entry(PARTS, SCHEMA, never)) for _ in range(2)] == [list(range(1000))] * 2
-        assert len(made) == 1
+        assert [values(other.get_or_build(PARTS, SCHEMA, never)) for _ in range(2)] == [list(range(1000))] * 2
+        assert len(entries) == 1
 
     def test_a_table_lies_in_its_file_and_not_in_memory(self, folder: Folder) -> None:
         before = pa.total_allocated_bytes()
-        made, read = (folder.cache().entry(PARTS, SCHEMA, numbers) for _ in range(2))
-        assert made.table.nbytes == read.table.nbytes == 8000
+        built, read = (folder.cache().get_or_build(PARTS, SCHEMA, numbers) for _ in range(2))
+        assert built.table.nbytes == read.table.nbytes == 8000
         assert pa.total_allocated_bytes() - before < 1000
 
     @pytest.mark.parametrize("place", [0, 0.3, 0.6, 0.9, 0.99, 0.999, 1])
     @pytest.mark.parametrize("harm", ["changed", "cut off", "longer"])
     def test_a_damaged_file_is_noticed_and_rebuilt(self, place: float, harm: str, folder: Folder) -> None:
-        folder.cache().entry(PARTS, SCHEMA, numbers)
+        folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         (path,) = folder.entries
         whole = bytearray(path.read_bytes())
         at = int(place * (len(whole) - 1))
@@ -116,29 +116,29 @@ class TestEntries:
         else:
             whole[at : None if harm == "cut off" else at] = b"" if harm == "cut off" else b"\0"
         path.write_bytes(whole)
-        rebuilt = folder.cache().entry(PARTS, SCHEMA, numbers)
+        rebuilt = folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         assert not rebuilt.from_cache and values(rebuilt) == list(range(1000))
         assert len(folder.warnings) == 1 and "corrupt" in folder.warnings[0]
-        assert folder.cache().entry(PARTS, SCHEMA, never).from_cache
+        assert folder.cache().get_or_build(PARTS, SCHEMA, never).from_cache
 
     def test_an_entry_under_the_name_of_another_is_not_taken_for_it(self, folder: Folder) -> None:
-        folder.cache().entry(PARTS, SCHEMA, numbers)
+        folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         (path,) = folder.entries
-        folder.cache().entry({"of": "others"}, SCHEMA, numbers)
+        folder.cache().get_or_build({"of": "others"}, SCHEMA, numbers)
         (other,) = set(folder.entries) - {path}
         path.replace(other)
-        assert not folder.cache().entry({"of": "others"}, SCHEMA, numbers).from_cache
+        assert not folder.cache().get_or_build({"of": "others"}, SCHEMA, numbers).from_cache
 
     def test_links_and_files_of_others_are_not_read(self, folder: Folder, tmp_path: Path) -> None:
-        folder.cache().entry(PARTS, SCHEMA, numbers)
+        folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         (path,) = folder.entries
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
-        assert not folder.cache().entry(PARTS, SCHEMA, numbers).from_cache
+        assert not folder.cache().get_or_build(PARTS, SCHEMA, numbers).from_cache
         assert path.is_file() and not path.is_symlink()
         if os.getuid() == 0:
             os.chown(path, 65534, 65534)
-            assert not folder.cache().entry(PARTS, SCHEMA, numbers).from_cache
+            assert not folder.cache().get_or_build(PARTS, SCHEMA, numbers).from_cache
 
     def test_what_fails_while_it_is_made_leaves_nothing(self, folder: Folder) -> None:
         def fails(write: Write) -> dict[str, Any]:
@@ -146,25 +146,25 @@ class TestEntries:
             raise TrainingFailure("bad_data", "line 7")
 
         with pytest.raises(TrainingFailure, match="line 7"):
-            folder.cache().entry(PARTS, SCHEMA, fails)
+            folder.cache().get_or_build(PARTS, SCHEMA, fails)
         assert folder.entries == []
 
     def test_a_file_has_its_name_only_once_it_is_on_the_disk(self, folder: Folder) -> None:
         with Disk().watched() as disk:
-            folder.cache().entry(PARTS, SCHEMA, numbers)
+            folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         assert [call.split()[0] for call in disk.calls] == ["fsync", "rename"] and disk.problems == []
 
     def test_two_that_make_the_same_at_once_do_not_meet(self, folder: Folder) -> None:
         inner: list[Entry] = []
 
         def both(write: Write) -> dict[str, Any]:
-            inner.append(folder.cache().entry(PARTS, SCHEMA, numbers))
+            inner.append(folder.cache().get_or_build(PARTS, SCHEMA, numbers))
             return numbers(write)
 
-        outer = folder.cache().entry(PARTS, SCHEMA, both)
+        outer = folder.cache().get_or_build(PARTS, SCHEMA, both)
         assert values(outer) == values(inner[0]) == list(range(1000))
         assert len(folder.entries) == 1 and folder.warnings == []
-        assert folder.cache().entry(PARTS, SCHEMA, never).from_cache
+        assert folder.cache().get_or_build(PARTS, SCHEMA, never).from_cache
 
     def test_what_a_killed_run_left_half_written_goes_with_the_next_that_is_made(self, folder: Folder) -> None:
         def dies(write: Write) -> dict[str, Any]:
@@ -174,10 +174,10 @@ class TestEntries:
 
         child = os.fork()
         if child == 0:
-            folder.cache().entry(PARTS, SCHEMA, dies)
+            folder.cache().get_or_build(PARTS, SCHEMA, dies)
         os.waitpid(child, 0)
         assert [path.suffix for path in folder.path.iterdir()] == [".draft"]
-        folder.cache().entry(PARTS, SCHEMA, numbers)
+        folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         assert len(folder.entries) == 1
 
 
@@ -185,34 +185,34 @@ class TestRoom:
     def test_what_was_not_used_for_longest_goes_first(self, folder: Folder) -> None:
         names: dict[int, Path] = {}
         for number in range(3):
-            folder.cache().entry({"of": number}, SCHEMA, numbers)
+            folder.cache().get_or_build({"of": number}, SCHEMA, numbers)
             (names[number],) = set(folder.entries) - set(names.values())
             os.utime(names[number], (number, number))
         size = max(path.stat().st_size for path in folder.entries)
-        used = folder.cache().entry({"of": 0}, SCHEMA, never)
-        folder.cache(3 * size).entry({"of": 3}, SCHEMA, numbers)
+        used = folder.cache().get_or_build({"of": 0}, SCHEMA, never)
+        folder.cache(3 * size).get_or_build({"of": 3}, SCHEMA, numbers)
         assert not names[1].exists() and names[0].exists() and names[2].exists()
-        folder.cache(size).entry({"of": 4}, SCHEMA, numbers)
+        folder.cache(size).get_or_build({"of": 4}, SCHEMA, numbers)
         assert len(folder.entries) == 1 and not names[0].exists()
         assert values(used) == list(range(1000)), "a run goes on with what it has open"
 
     def test_what_alone_is_too_much_serves_its_own_run(self, folder: Folder) -> None:
-        assert values(folder.cache(10).entry(PARTS, SCHEMA, numbers)) == list(range(1000))
+        assert values(folder.cache(10).get_or_build(PARTS, SCHEMA, numbers)) == list(range(1000))
         assert folder.entries == []
 
     @pytest.mark.parametrize("room", [0, 1000, 8000, "all but the end"])
     def test_a_full_disk_is_said_and_the_run_goes_on_from_memory(self, room: int | str, folder: Folder) -> None:
-        folder.cache().entry({"of": "other"}, SCHEMA, numbers)
+        folder.cache().get_or_build({"of": "other"}, SCHEMA, numbers)
         size = folder.entries[0].stat().st_size
         with files_of_at_most(room if isinstance(room, int) else size - 1):
-            made = folder.cache().entry(PARTS, SCHEMA, numbers)
-        assert values(made) == list(range(1000)) and made.facts == {"count": 1000}
+            built = folder.cache().get_or_build(PARTS, SCHEMA, numbers)
+        assert values(built) == list(range(1000)) and built.facts == {"count": 1000}
         assert len(folder.entries) == 1, "nothing half written stays"
         assert len(folder.warnings) == 1 and "keeps them in memory" in folder.warnings[0]
 
     def test_a_folder_that_is_gone_costs_the_run_nothing(self, folder: Folder) -> None:
         folder.path.rmdir()
-        assert values(folder.cache().entry(PARTS, SCHEMA, numbers)) == list(range(1000))
+        assert values(folder.cache().get_or_build(PARTS, SCHEMA, numbers)) == list(range(1000))
         assert len(folder.warnings) == 1
 
 
@@ -240,7 +240,7 @@ class Lab:
         tokenizer = AutoTokenizer.from_pretrained(self._model)
         tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
         self.change(tokenizer)
-        return dataset.tokenize(
+        return dataset.tokenize_file(
             str(self._rows), self.format, tokenizer, TrainingConfig(base_model="tiny", **self.config),
             progress=lambda done, total: None, cache=self._folder.cache(), **self.options,
         )  # fmt: skip
@@ -260,14 +260,14 @@ class TestTokens:
     ) -> None:
         lab.config = {"loss_on": loss_on, "packing": bool(packing)}
         lab.config |= {"extra": {"packing_strategy": packing}} if packing else {}
-        made, found = lab.tokens(), lab.tokens()
+        built, cached = lab.tokens(), lab.tokens()
         lab.options["sha256"] = None
         unkept = lab.tokens()
-        assert [one.are_cached for one in (made, found, unkept)] == [False, True, False]
-        assert made.dataset.to_list() == found.dataset.to_list() == unkept.dataset.to_list()
-        for one in (found, unkept):
-            assert (one.rows, one.tokens, one.highest_id) == (made.rows, made.tokens, made.highest_id)
-            assert one.remarks == made.remarks
+        assert [one.are_cached for one in (built, cached, unkept)] == [False, True, False]
+        assert built.dataset.to_list() == cached.dataset.to_list() == unkept.dataset.to_list()
+        for tokens in (cached, unkept):
+            assert (tokens.rows, tokens.tokens, tokens.highest_id) == (built.rows, built.tokens, built.highest_id)
+            assert tokens.remarks == built.remarks
 
     @pytest.mark.parametrize(
         ("where", "name", "value"),
@@ -331,17 +331,17 @@ class TestTokens:
     def test_a_change_of_what_comes_out_gives_the_code_another_version(self, tmp_path: Path) -> None:
         """Or runs would go on with what was made before. A tokenizer of bytes: no library changes what it says."""
         path = write_rows(tmp_path / "rows.jsonl", ROWS)
-        made = []
+        rows = []
         for strategy in ("bfd", "wrapped"):
             config = TrainingConfig(
                 base_model="tiny", loss_on="completion", packing=True, extra={"packing_strategy": strategy}
             )
-            made += dataset.tokenize(
+            rows += dataset.tokenize_file(
                 str(path), "prompt_completion", ByT5Tokenizer(), config, max_length=90, chosen=None,
                 progress=lambda done, total: None,
             ).dataset.to_list()  # fmt: skip
-        found = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
-        assert (dataset.VERSION, found[:16]) == (4, "1fd7e199eb3642b1")
+        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        assert (dataset.VERSION, digest[:16]) == (4, "1fd7e199eb3642b1")
 
     def test_rows_left_out_are_reported_again(self, lab: Lab) -> None:
         lab.options["max_length"] = 50

@@ -31,9 +31,9 @@ def test_texts_at_once_are_what_the_tokenizer_says_of_each(
 ) -> None:
     tokenizer = tokenizers(tiny_model)[kind]
     tokenizer(TEXTS, padding=True, truncation=True, max_length=2)  # what others do with it in between is not ours
-    found = TextTokenizer(tokenizer, add_special_tokens)(TEXTS)
+    encoded = TextTokenizer(tokenizer, add_special_tokens)(TEXTS)
     expected = [tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"] for text in TEXTS]
-    assert [ids.tolist() for ids in found] == expected
+    assert [ids.tolist() for ids in encoded] == expected
 
 
 def test_tokenizers_are_distinguished_and_each_knows_itself_again(tiny_model: Path) -> None:

@@ -36,7 +36,7 @@ ASKED = [
 ]
 
 
-def asked(*names: str, behind: int = 0) -> list[dict[str, Any]]:
+def action_requests(*names: str, behind: int = 0) -> list[dict[str, Any]]:
     """What an earlier attempt did, as the job of the next one tells it."""
     return [
         {"id": f"act_{name}", "action": name, "parameters": parameters, "step": step}
@@ -49,7 +49,7 @@ def asked(*names: str, behind: int = 0) -> list[dict[str, Any]]:
 def whole(forks: Forks, tiny_model: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A run that is never interrupted, with an action of every kind."""
     folder = tmp_path_factory.mktemp("whole")
-    return forks.run(make_job(folder, tiny_model, chats, **QUICK) | {"replayed_actions": asked()})
+    return forks.run(make_job(folder, tiny_model, chats, **QUICK) | {"replayed_actions": action_requests()})
 
 
 def losses(outcome: Outcome) -> dict[int, str]:
@@ -84,10 +84,10 @@ class TestEachTakesEffectBehindItsStep:
         assert reported == [(2e-4, 12), (1e-3, 12), (1e-3, 16)]
 
     def test_an_evaluation_is_made_and_reported(self, whole: Outcome) -> None:
-        found = {one["step"]: one["metrics"] for one in whole.of("eval")}
-        assert set(found) == {5, 16}
+        metrics_of_steps = {one["step"]: one["metrics"] for one in whole.of("eval")}
+        assert set(metrics_of_steps) == {5, 16}
         (answer,) = [one for one in whole.of("action") if one["action"] == "evaluate"]
-        assert answer["result"] == {"metrics": found[5]}
+        assert answer["result"] == {"metrics": metrics_of_steps[5]}
 
     def test_samples_are_reported_one_by_one(self, whole: Outcome) -> None:
         reported = [(one["step"], one["prompt"], one["action_id"]) for one in whole.of("sample")]
@@ -140,7 +140,7 @@ class TestExactness:
         """From before all of it, from the very step of an action, between two, and from behind all."""
         resume = whole.checkpoint(step)
         job = make_job(tmp_path, tiny_model, chats, attempt=2, resume_from=resume, **QUICK)
-        again = forks.run(job | {"replayed_actions": asked(behind=step)})
+        again = forks.run(job | {"replayed_actions": action_requests(behind=step)})
         assert losses(again) == {n: loss for n, loss in losses(whole).items() if n > step}
         assert again.result["metrics"] == whole.result["metrics"]
         done = [(one["action"], one["step"]) for one in again.of("action")]
@@ -157,12 +157,12 @@ class TestExactness:
         behind, resume, trained = 2, whole.checkpoint(2), {}
         for attempt, step in enumerate((3, 5, 7), start=2):
             job = make_job(tmp_path, tiny_model, chats, attempt=attempt, resume_from=resume, **QUICK)
-            drained = forks.run(job | {"replayed_actions": asked(behind=behind)}, course={"drain_at": step})
+            drained = forks.run(job | {"replayed_actions": action_requests(behind=behind)}, course={"drain_at": step})
             assert (drained.result["why"], drained.result["step"]) == ("drain", step)
             behind, resume = step, drained.checkpoint(step)
             trained |= losses(drained)
         job = make_job(tmp_path, tiny_model, chats, attempt=5, resume_from=resume, **QUICK)
-        ended = forks.run(job | {"replayed_actions": asked(behind=behind)})
+        ended = forks.run(job | {"replayed_actions": action_requests(behind=behind)})
         assert ended.result["step"] == 16
         assert trained | losses(ended) == {n: loss for n, loss in losses(whole).items() if n > 2}
         assert ended.result["metrics"] == whole.result["metrics"]
@@ -171,7 +171,7 @@ class TestExactness:
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, whole: Outcome
     ) -> None:
         job = make_job(tmp_path, tiny_model, chats, **QUICK)
-        without = forks.run(job | {"replayed_actions": asked("set_learning_rate", "extend")})
+        without = forks.run(job | {"replayed_actions": action_requests("set_learning_rate", "extend")})
         assert losses(without) == losses(whole)
 
     def test_a_run_that_resumes_it_starts_with_what_was_changed(
@@ -216,7 +216,7 @@ def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, 
     run.state.first_step = first
     state = SimpleNamespace(global_step=first + 1, epoch=0.1, max_steps=10)
     trainer: Any = SimpleNamespace(run=run, state=state)
-    Actions(trainer).take(TrainerControl())
+    Actions(trainer).apply_new_actions(TrainerControl())
     # One that is not refused comes further, to what this trainer does not have.
     assert reported[0]["status"] == ("refused" if refused else "failed")
     assert ("ends at step 15, which is its `stop_at_step`" in reported[0]["message"]) is refused
@@ -236,8 +236,8 @@ def test_evaluations_that_were_only_asked_for_neither_end_a_run_nor_save_its_bes
     assert [one["status"] for one in answers.values()] == ["failed", *["done"] * 4]
     assert "no evaluation today" in answers[1]["message"]
     assert math.isnan(answers[2]["result"]["metrics"]["eval_loss"])  # null, where it is stored
-    found = [answers[step]["result"]["metrics"]["eval_loss"] for step in (3, 4, 5)]
-    assert found == [1.0, 2.0, 3.0]
+    losses = [answers[step]["result"]["metrics"]["eval_loss"] for step in (3, 4, 5)]
+    assert losses == [1.0, 2.0, 3.0]
     lines = [json.loads(line) for line in (done.output / "metrics.jsonl").read_text().splitlines()]
     assert [line["eval_loss"] for line in lines if "eval_loss" in line and line["step"] == 2] == [None]
 
@@ -281,8 +281,8 @@ class TestAChangeThatBreaksOff:
         reported: list[dict[str, Any]] = []
         report: Any = SimpleNamespace(action=lambda *_, **outcome: reported.append(outcome), config=fail)
         config = TrainingConfig(base_model="tiny", learning_rate=0.1)
-        asked = ActionRequest("a", action, parameters, step=1)
-        job = make_spec(tmp_path, replayed_actions=[asked])
+        request = ActionRequest("a", action, parameters, step=1)
+        job = make_spec(tmp_path, replayed_actions=[request])
         nothing: Any = None
         run = TrainingContext(job, config, set(), DeviceCapabilities(), report, Control(), nothing, steps_per_epoch=10)
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)

@@ -160,10 +160,10 @@ class TestRewind:
     ) -> None:
         rows = [{"prompt": f"what is row {row}\n"} for row in range(12)]
         data = write_rows(tmp_path / "prompts.jsonl", rows)
-        wanted = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
+        reward = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
         config = {
             **CONFIG, "method": "rlhf", "lora_r": None, "max_steps": 8, "save_steps": 4, "batch_size": 4,
-            "rlhf": {"algorithm": algorithm, "num_generations": 4, "max_completion_length": 8, "rewards": [wanted]},
+            "rlhf": {"algorithm": algorithm, "num_generations": 4, "max_completion_length": 8, "rewards": [reward]},
         }  # fmt: skip
         bad = {"kind": "non_finite", "reason": "a bad step", "step": 3, "rows": [], "singled_out": [5], "changes": {}}
         job = make_job(tmp_path, tiny_model, data, data_format="prompt", **config) | {"auto_repairs": [bad]}
@@ -203,9 +203,9 @@ def test_smaller_micro_batches_train_on_the_same_rows_and_say_that_sums_are_take
     done = forks.run(resumed)
     assert done.result["outcome"] == "completed", done.result
     for step, (loss, rows) in done.steps.items():
-        wanted, its_rows = whole.steps[step]
+        expected, its_rows = whole.steps[step]
         assert rows == its_rows
-        assert float.fromhex(loss) == pytest.approx(float.fromhex(wanted), rel=1e-3)
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(expected), rel=1e-3)
     assert [*done.steps] == [*range(11, 31)]
     facts = done.of("config")[0]["facts"]
     assert facts["fidelity"] == "approximate"
@@ -216,7 +216,7 @@ def test_smaller_micro_batches_train_on_the_same_rows_and_say_that_sums_are_take
 def test_a_step_of_float16_that_the_gradient_scaler_skips_is_not_among_those_trained_on(
     norm: float, losses: list[float]
 ) -> None:
-    run = SimpleNamespace(state=RunState(), ranks=SimpleNamespace(gathered=lambda own: [own]))
+    run = SimpleNamespace(state=RunState(), ranks=SimpleNamespace(gather_values=lambda own: [own]))
     trainer: Any = SimpleNamespace(
         run=run, args=SimpleNamespace(fp16=True), step_rows=[], _micro_losses=[torch.tensor(2.0)],
         guard=AnomalyGuard(TrainingConfig(base_model="tiny", method="lora"), []),
@@ -233,25 +233,25 @@ class TestJudge:
 
     def test_noise_is_none(self) -> None:
         guard, recent = self.guard(on_spike="stop"), [2 + 0.1 * math.sin(place) for place in range(64)]
-        assert guard.judge(2.3, 1.0, recent) is None
-        assert guard.judge(3.5, 1.0, recent).kind == "loss_spike"  # type: ignore[union-attr]
+        assert guard.judge_step(2.3, 1.0, recent) is None
+        assert guard.judge_step(3.5, 1.0, recent).kind == "loss_spike"  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize(("kept", "says"), [
+    @pytest.mark.parametrize(("kept_step", "says"), [
         (0, "Created again with `on_non_finite` set to \"rewind\", a run goes back to its start"),
         (40, "Resumed with `on_non_finite` set to \"rewind\", a run goes back to the checkpoint of step 40"),
     ])  # fmt: skip
-    def test_a_run_that_ends_reports_what_another_goes_back_to(self, kept: int, says: str) -> None:
+    def test_a_run_that_ends_reports_what_another_goes_back_to(self, kept_step: int, says: str) -> None:
         trainer: Any = SimpleNamespace(
             state=SimpleNamespace(global_step=41), step_rows=[], sequences_of=lambda _: [],
-            saving=SimpleNamespace(kept_step=kept),
+            saving=SimpleNamespace(kept_step=kept_step),
         )  # fmt: skip
-        failure = self.guard().failure(trainer, Anomaly("non_finite", "the loss became nan"))
+        failure = self.guard().build_failure(trainer, Anomaly("non_finite", "the loss became nan"))
         assert failure.repair is None and says in failure.message
 
     def test_none_at_the_start_and_none_unless_asked_for(self) -> None:
-        assert self.guard(on_spike="stop").judge(9.0, 1.0, [2.0] * 15) is None
-        assert self.guard().judge(9.0, 1.0, [2.0] * 64) is None
+        assert self.guard(on_spike="stop").judge_step(9.0, 1.0, [2.0] * 15) is None
+        assert self.guard().judge_step(9.0, 1.0, [2.0] * 64) is None
 
     @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.inf), (2.0, math.nan)])
     def test_no_number_is_always_one_too_many(self, loss: float, norm: float) -> None:
-        assert self.guard().judge(loss, norm, []).kind == "non_finite"  # type: ignore[union-attr]
+        assert self.guard().judge_step(loss, norm, []).kind == "non_finite"  # type: ignore[union-attr]

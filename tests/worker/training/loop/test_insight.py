@@ -57,14 +57,14 @@ class TestThroughput:
         speed = throughput.Throughput()
         speed.begin(1000)
         for _ in range(2):
-            with speed.waiting():
+            with speed.count_waiting():
                 clock.now += 1.0
-            speed.stepped(4.0, samples=5)
+            speed.record_step(4.0, samples=5)
             clock.now += 100.0  # a checkpoint, an evaluation
-        rate, reported = speed.take(1100)
+        rate, reported = speed.take_rates(1100)
         assert rate == 1.0
         assert reported == {"tokens_per_second": 10.0, "tokens": 1100, "step_seconds": 8.0, "data_seconds": 2.0}
-        assert speed.take(1100)[1]["step_seconds"] == 0.0
+        assert speed.take_rates(1100)[1]["step_seconds"] == 0.0
 
     def test_the_preparation_of_the_next_step_counts_as_waiting_and_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Ticking()
@@ -74,14 +74,14 @@ class TestThroughput:
         with speed.waiting_within_step(torch.device("cpu")):
             clock.now += 3.0
         assert (speed.take_wait(), speed.take_wait()) == (3.0, 0.0)
-        assert speed.take(0)[1]["data_seconds"] == 3.0
+        assert speed.take_rates(0)[1]["data_seconds"] == 3.0
 
     def test_mfu_is_what_was_computed_over_what_the_device_can_do_in_that_time(self) -> None:
         speed = throughput.Throughput()
         speed.operations, speed.peak_tflops = Operations(token=10**9, pair=10**6), 2.0
-        speed.saw(torch.tensor(1000.0))
-        speed.stepped(2.0, samples=1)
-        assert speed.take(500)[1]["mfu"] == pytest.approx((500 * 10**9 + 1000 * 10**6) / (2.0 * 2e12))
+        speed.record_forward(torch.tensor(1000.0))
+        speed.record_step(2.0, samples=1)
+        assert speed.take_rates(500)[1]["mfu"] == pytest.approx((500 * 10**9 + 1000 * 10**6) / (2.0 * 2e12))
 
     def test_checkpoints_and_evaluations_are_not_in_the_time_of_steps(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
@@ -209,16 +209,16 @@ class TestGpuMemory:
         gpu = memory.GpuMemory()
         use(900)
         use(100)
-        assert gpu.phase() == {"allocated_mb": 100.0, "reserved_mb": 100.0, "peak_mb": 900.0}
+        assert gpu.end_phase() == {"allocated_mb": 100.0, "reserved_mb": 100.0, "peak_mb": 900.0}
         use(300)
-        assert gpu.take() == (900.0, {"gpu_memory_current_mb": 300.0, "gpu_memory_reserved_mb": 950.0})
+        assert gpu.take_peak() == (900.0, {"gpu_memory_current_mb": 300.0, "gpu_memory_reserved_mb": 950.0})
         use(200)
-        assert gpu.take() == (300.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 350.0})
-        assert gpu.take() == (200.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 250.0})
+        assert gpu.take_peak() == (300.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 350.0})
+        assert gpu.take_peak() == (200.0, {"gpu_memory_current_mb": 200.0, "gpu_memory_reserved_mb": 250.0})
 
     def test_without_a_gpu_the_process_reports_its_own_peak(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        peak, reported = memory.GpuMemory().take()
+        peak, reported = memory.GpuMemory().take_peak()
         assert peak is None
         now = psutil.Process().memory_info().rss / 2**20
         assert 0.9 * now < reported["host_memory_peak_mb"] < 100 * now
@@ -275,35 +275,35 @@ class TestHistory:
         )
         for name in ("whole", "resumed", "checkpoint"):
             (tmp_path / name).mkdir()
-        whole.memory.begin(None)
+        whole.memory.start_from(None)
         for step in range(1, 50):
-            whole.profile(whole.memory, {"step": step})
+            whole.append_profile(whole.memory, {"step": step})
             if step == saved:
                 whole.memory.copy_to(tmp_path / "checkpoint")
         assert [record["step"] for record in whole.memory.records()] == list(range(1, 21))
         assert lines == ["`memory_profile.jsonl` is full after step 20; later steps are left out."]
-        resumed.memory.append({"step": 1000})  # of an attempt that was lost
-        resumed.memory.begin(tmp_path / "checkpoint")
+        resumed.memory.append_record({"step": 1000})  # of an attempt that was lost
+        resumed.memory.start_from(tmp_path / "checkpoint")
         for step in range(saved + 1, 50):
-            resumed.profile(resumed.memory, {"step": step})
+            resumed.append_profile(resumed.memory, {"step": step})
         assert resumed.memory.records() == whole.memory.records()
         assert len(lines) == (2 if saved < 20 else 1)
 
     def test_metrics_have_no_bound(self, tmp_path: Path) -> None:
         history = History(tmp_path)
-        history.begin(None)
+        history.start_from(None)
         for step in range(2000):
-            history.append({"step": step})
+            history.append_record({"step": step})
         assert len(history.records()) == 2000 and not history.is_full
 
 
 class TestDistributions:
     def test_they_are_those_of_all_numbers_together(self) -> None:
-        found = Histogram()
+        histogram = Histogram()
         numbers = torch.tensor([0.0, 1.0, -1.5, 2.0**-40, 1e9, -1e9, 0.5], dtype=torch.bfloat16)
-        found.add(numbers[:3])
-        found.add(numbers[3:])
-        reported = found.summary()
+        histogram.add_tensor(numbers[:3])
+        histogram.add_tensor(numbers[3:])
+        reported = histogram.summary()
         exact = numbers.double()
         assert (reported["count"], reported["min"], reported["max"]) == (7, float(exact.min()), float(exact.max()))
         assert reported["mean"] == pytest.approx(float(exact.mean()))
@@ -315,9 +315,9 @@ class TestDistributions:
     @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
     def test_what_is_not_finite_is_null_and_the_record_is_json(self, odd: float) -> None:
         for numbers in ([1.0, odd, 2.0], [odd]):
-            found = Histogram()
-            found.add(torch.tensor(numbers))
-            reported = json.loads(json.dumps(found.summary(), allow_nan=False))
+            histogram = Histogram()
+            histogram.add_tensor(torch.tensor(numbers))
+            reported = json.loads(json.dumps(histogram.summary(), allow_nan=False))
             assert reported["mean"] is None and reported["std"] is None
             assert reported["count"] == len(numbers)
 

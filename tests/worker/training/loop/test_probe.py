@@ -84,6 +84,6 @@ def test_on_two_devices_it_takes_the_longest_rows_of_a_step_of_both(
     ],
 )
 def test_packs_and_pairs_are_as_long_as_what_the_model_sees(columns: Any, config: Any, longest: list[int]) -> None:
-    asked = TrainingConfig(base_model="any", batch_size=1, gradient_accumulation_steps=2, **config)
+    configured = TrainingConfig(base_model="any", batch_size=1, gradient_accumulation_steps=2, **config)
     rows = Dataset.from_dict({**columns, "rows": [[0], [1], [2]]})
-    assert [row for (row,) in measuring.longest_rows(rows, asked, 1)["rows"]] == longest
+    assert [row for (row,) in measuring.longest_rows(rows, configured, 1)["rows"]] == longest

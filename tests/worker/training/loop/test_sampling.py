@@ -116,8 +116,8 @@ def test_a_failure_ends_a_divided_run_since_the_other_devices_wait() -> None:
     )
     trainer: Any = SimpleNamespace(run=run, processing_class=None, model=None, accelerator=SimpleNamespace())
     trainer.accelerator.unwrap_model = fail
-    sampling.sample(trainer)
+    sampling.report_samples(trainer)
     assert said == ["Sampling failed: RuntimeError: no generation. Training continues."]
     run.is_sharded = True
     with pytest.raises(RuntimeError, match="no generation"):
-        sampling.sample(trainer)
+        sampling.report_samples(trainer)

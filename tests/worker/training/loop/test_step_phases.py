@@ -18,14 +18,14 @@ def test_phases_of_any_number_of_steps_are_added_up(monkeypatch: pytest.MonkeyPa
     phases, steps = StepPhases(is_enabled=True, on_gpu=False), 2 * step_phases._MOST_MOMENTS
     for _ in range(steps):
         for phase in ("forward", "backward", None):
-            phases.enter(phase)
+            phases.enter_phase(phase)
         assert len(phases._starts) <= step_phases._MOST_MOMENTS
-    assert phases.take() == {"forward_seconds": steps, "backward_seconds": steps}
-    assert phases.take() == {}
+    assert phases.take_seconds() == {"forward_seconds": steps, "backward_seconds": steps}
+    assert phases.take_seconds() == {}
 
 
 def test_phases_that_are_not_requested_are_not_measured() -> None:
     phases = StepPhases(is_enabled=False, on_gpu=True)
-    phases.enter("forward")
-    phases.enter(None)
-    assert phases.take() == {}
+    phases.enter_phase("forward")
+    phases.enter_phase(None)
+    assert phases.take_seconds() == {}

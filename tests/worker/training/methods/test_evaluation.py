@@ -39,7 +39,7 @@ def evaluation_job(
     return job
 
 
-def found(outcome: Outcome) -> dict[str, Any]:
+def metrics_of(outcome: Outcome) -> dict[str, Any]:
     """The metrics of the only evaluation, but for those about time; the run has completed and has no output."""
     assert outcome.result["outcome"] == "completed", (outcome.result, outcome.stderr[-2000:])
     (record,) = outcome.of("eval")
@@ -94,7 +94,7 @@ def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_ba
             tmp_path / str(number), tiny_model, held_out, weights, step, data_format=data_format, **config, **more
         )
         done = forks.run(job)
-        again = found(done)
+        again = metrics_of(done)
         assert (done.of("eval")[0]["step"], done.result["step"]) == (step, step)
         expected = {name: value for name, value in during[step].items() if name not in NOT_COMPARED}
         if more:  # others, such as the lowest reward, are means of batches
@@ -132,9 +132,9 @@ def test_extra_sets_change_nothing_in_learning_from_rewards(forks: Forks, tiny_m
     assert len(plain.steps) == 3 and plain.steps == extra.steps
     assert plain.result["metrics"] == extra.result["metrics"]
     assert extra.of("config")[0]["facts"]["extra_eval_rows"] == {"all": 2, "again": 2}
-    for one, other in zip(plain.of("eval"), extra.of("eval"), strict=True):
-        assert {name: other["metrics"][name] for name in one["metrics"] if name not in NOT_COMPARED} == {
-            name: value for name, value in one["metrics"].items() if name not in NOT_COMPARED
+    for without, other in zip(plain.of("eval"), extra.of("eval"), strict=True):
+        assert {name: other["metrics"][name] for name in without["metrics"] if name not in NOT_COMPARED} == {
+            name: value for name, value in without["metrics"].items() if name not in NOT_COMPARED
         }
         # Each set is sampled with the random state of the step, so a set more or less changes none of them.
         assert other["metrics"]["eval_all_reward"] == other["metrics"]["eval_again_reward"]
@@ -151,14 +151,14 @@ def test_a_base_model_is_evaluated_as_it_is_on_the_first_rows(
         forks.run(evaluation_job(tmp_path / name, tiny_model, data, **config, **fields))
         for name, data, fields in (("limited", chats, {"max_eval_rows": 3}), ("few", first, {}))
     )
-    assert found(limited) == found(few)
+    assert metrics_of(limited) == metrics_of(few)
     trained = forks.run(
         make_job(
             tmp_path / "train", tiny_model, chats, eval_data=first,
             **config | {"max_steps": 1, "eval_steps": 1, "extra": {"eval_on_start": True}},
         )
     )  # fmt: skip
-    assert trained.of("eval")[0]["metrics"]["eval_loss"] == found(few)["eval_loss"]
+    assert trained.of("eval")[0]["metrics"]["eval_loss"] == metrics_of(few)["eval_loss"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_adapter_of_a_preference_run_has_the_loss_of_its_merged_output_on_data_o
         "base": (tiny_model, None, None),
     }
     metrics = {
-        name: found(
+        name: metrics_of(
             forks.run(
                 evaluation_job(
                     tmp_path / name, model, held_out, weights, 4, data_format=data_format,
@@ -203,7 +203,7 @@ def test_completions_of_prompts_are_rewarded(
     config = COMMON | {"batch_size": 4, "rlhf": {"num_generations": 2, "max_completion_length": 8, "rewards": [LENGTH]}}
     job = evaluation_job(tmp_path, tiny_model, data, data_format="prompt", method="rlhf", lora_r=None, **config)
     done = forks.run(job) if devices == 1 else two_ranks.run(job)
-    assert {"eval_reward", "eval_reward_length"} <= found(done).keys()
+    assert {"eval_reward", "eval_reward_length"} <= metrics_of(done).keys()
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_two_devices_evaluate_as_one_does(
     )
     assert trained.result["outcome"] == "completed", (trained.result, trained.stderr[-2000:])
     for rows in (7, 1):
-        one, two = (
-            found(
+        one_device, two_devices = (
+            metrics_of(
                 ranks.run(
                     evaluation_job(
                         tmp_path / f"{name}-{rows}", tiny_model, held_out, trained.output, 2, data_format=data_format,
@@ -240,9 +240,11 @@ def test_two_devices_evaluate_as_one_does(
             )
             for name, ranks in (("one", forks), ("two", two_ranks))
         )  # fmt: skip
-        compared = [name for name in MAIN if name in one]
-        assert two.keys() == one.keys() and compared
-        assert [two[name] for name in compared] == pytest.approx([one[name] for name in compared], rel=1e-5, abs=1e-5)
+        compared = [name for name in MAIN if name in one_device]
+        assert two_devices.keys() == one_device.keys() and compared
+        assert [two_devices[name] for name in compared] == pytest.approx(
+            [one_device[name] for name in compared], rel=1e-5, abs=1e-5
+        )
 
 
 def test_a_stop_ends_it_without_a_result(forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:

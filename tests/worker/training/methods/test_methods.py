@@ -97,13 +97,13 @@ def test_the_specified_dictionary_trains_with_every_method(
     assert reported["effective"]["gradient_checkpointing"] is True
 
 
-@pytest.mark.parametrize("asked", [None, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requested", [None, pytest.param(100, marks=pytest.mark.full)])
 def test_the_effective_length_is_the_one_in_use(
-    asked: int | None, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    requested: int | None, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
-    done = forks.run(make_job(tmp_path, tiny_model, chats, method="full", max_steps=1, max_seq_length=asked))
+    done = forks.run(make_job(tmp_path, tiny_model, chats, method="full", max_steps=1, max_seq_length=requested))
     (reported,) = completed(done).of("config")
-    assert reported["effective"]["max_seq_length"] == reported["facts"]["max_length"] == (asked or 256)
+    assert reported["effective"]["max_seq_length"] == reported["facts"]["max_length"] == (requested or 256)
 
 
 def test_the_first_facts_come_before_the_first_step(
@@ -155,11 +155,11 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(
     forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     config = METHODS["qlora"] | COMMON | {"max_steps": 2}
-    one, two, other = (
+    first, second, other = (
         completed(forks.run(make_job(tmp_path / str(n), tiny_model, chats, **config, seed=seed)))
         for n, seed in enumerate((7, 7, 8))
     )
-    assert one.steps == two.steps != other.steps
+    assert first.steps == second.steps != other.steps
 
 
 def test_evaluations_change_nothing_in_the_training(
@@ -272,8 +272,8 @@ def test_an_architecture_without_weights_is_trained_from_scratch(
     model = copy_model()
     (model / "model.safetensors").unlink()
     config = COMMON | {"max_steps": 2}
-    one, two = (
+    first, second = (
         completed(forks.run(make_job(tmp_path / str(n), model, chats, method="full", **config))) for n in range(2)
     )
-    assert one.steps == two.steps
-    assert "<|assistant|>" in generates(one.output, model)
+    assert first.steps == second.steps
+    assert "<|assistant|>" in generates(first.output, model)

@@ -39,10 +39,10 @@ def test_every_name_of_transformers_is_accepted_or_refused_with_a_reason() -> No
 
 
 def test_options_are_those_that_a_schedule_takes_and_each_has_a_user() -> None:
-    given = {"optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch"}
+    set_by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch"}
     for name, options in SCHEDULERS.items():
         taken = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
-        assert set(options) == set(taken) - given, name
+        assert set(options) == set(taken) - set_by_trainer, name
     assert {one for options in SCHEDULERS.values() for one in options} == set(SchedulerOptions.model_fields)
     assert {one for row in OPTIMIZERS.values() for one in row.options} == set(OptimizerOptions.model_fields)
 

@@ -84,9 +84,9 @@ def test_run_without_padding_has_the_losses_rows_tokens_and_evaluations_of_one_w
 def resolved(**config: Any) -> bool:
     """Return the effective `extra.padding_free` of a run with this configuration."""
     run: Any = SimpleNamespace(config=TrainingConfig(base_model="any", **config))
-    found = preparation.resolve_padding(run)
-    assert run.config.extra.get("padding_free", False) is found
-    return found
+    is_padding_free = preparation.resolve_padding(run)
+    assert run.config.extra.get("padding_free", False) is is_padding_free
+    return is_padding_free
 
 
 class TestResolution:
@@ -141,13 +141,13 @@ class TestLengths:
     def test_that_are_multiples_of_64_change_no_loss(self, model: Path) -> None:
         network = AutoModelForCausalLM.from_pretrained(model, attn_implementation="varlen").eval()
         rows = [{"input_ids": list(range(3, 3 + length))} for length in (9, 70, 33)]
-        found = []
+        losses = []
         for step in (None, 64):
             batch = DataCollatorForLanguageModeling(pad_token_id=1, pad_to_multiple_of=step)(rows)
             assert batch["input_ids"].shape[1] == (70 if step is None else 128)
             with torch.no_grad():
-                found.append(network(**batch, use_cache=False).loss)
-        torch.testing.assert_close(*found)
+                losses.append(network(**batch, use_cache=False).loss)
+        torch.testing.assert_close(*losses)
 
 
 def test_metric_functions_get_each_row_of_a_batch_without_padding_by_itself(model: Path) -> None:

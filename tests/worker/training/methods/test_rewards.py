@@ -20,8 +20,8 @@ VICTIM = "a" * 5000
 
 
 def reward(**fields: Any) -> Reward:
-    made: Reward = TypeAdapter(Reward).validate_python(fields)
-    return made
+    configured: Reward = TypeAdapter(Reward).validate_python(fields)
+    return configured
 
 
 def judge(fields: dict[str, Any], *completions: str, answer: str | None = None) -> list[float | None]:
@@ -34,7 +34,7 @@ def judge(fields: dict[str, Any], *completions: str, answer: str | None = None) 
 
 class TestExactMatch:
     @pytest.mark.parametrize(
-        ("fields", "completion", "answer", "given"),
+        ("fields", "completion", "answer", "score"),
         [
             ({}, "Paris", "Paris", 1), ({}, " Paris\n", "Paris ", 1), ({}, "paris", "Paris", 0),
             ({}, "Paris.", "Paris", 0), ({}, "", "Paris", 0),
@@ -47,14 +47,14 @@ class TestExactMatch:
         ],
     )  # fmt: skip
     def test_the_completion_is_the_answer_or_not(
-        self, fields: dict[str, Any], completion: str, answer: str, given: float
+        self, fields: dict[str, Any], completion: str, answer: str, score: float
     ) -> None:
-        assert judge({"type": "exact_match", **fields}, completion, answer=answer) == [given]
+        assert judge({"type": "exact_match", **fields}, completion, answer=answer) == [score]
 
 
 class TestNumericMatch:
     @pytest.mark.parametrize(
-        ("completion", "answer", "given"),
+        ("completion", "answer", "score"),
         [
             ("42", "42", 1), ("It is 42.", "42", 1), ("6 * 7 = 42", "42", 1), ("41 or 42?", "41", 0),
             ("1,234,567", "1234567", 1), ("$1,234.50", "1234.5", 1), ("-$3", "-3", 1), ("\N{MINUS SIGN}3", "-3", 1),
@@ -64,8 +64,8 @@ class TestNumericMatch:
             ("42", "reasons … #### 1,042", 0), ("1042", "reasons … #### 1,042", 1), ("42", "no number", None),
         ],
     )  # fmt: skip
-    def test_the_last_number_counts(self, completion: str, answer: str, given: float | None) -> None:
-        assert judge({"type": "numeric_match"}, completion, answer=answer) == [given]
+    def test_the_last_number_counts(self, completion: str, answer: str, score: float | None) -> None:
+        assert judge({"type": "numeric_match"}, completion, answer=answer) == [score]
 
     def test_a_pattern_says_where_it_is_and_tolerances_how_near(self) -> None:
         fields = {"type": "numeric_match", "extract": r"\\boxed\{([^}]*)\}"}
@@ -95,7 +95,7 @@ SCHEMA = {
 
 class TestJsonSchema:
     @pytest.mark.parametrize(
-        ("completion", "given"),
+        ("completion", "score"),
         [
             ('{"name": "Ada"}', 1), (' {"name": "Ada", "x_age": 36, "next": {"name": "Bob"}} \n', 1),
             ('{"name": "ada"}', 0), ('{"name": "Ada", "x_age": -1}', 0), ('{"name": "Ada", "age": 36}', 0),
@@ -107,15 +107,15 @@ class TestJsonSchema:
             ("[" * 100_000, 0),
         ],
     )  # fmt: skip
-    def test_the_completion_or_its_last_block_is_json_and_valid(self, completion: str, given: float) -> None:
-        assert judge({"type": "json_schema", "schema": SCHEMA}, completion) == [given]
+    def test_the_completion_or_its_last_block_is_json_and_valid(self, completion: str, score: float) -> None:
+        assert judge({"type": "json_schema", "schema": SCHEMA}, completion) == [score]
 
     def test_what_has_no_name_may_be_of_any_other_kind(self) -> None:
         schema = {"properties": {"a": True}, "additionalProperties": {"type": "integer"}}
         assert judge({"type": "json_schema", "schema": schema}, '{"a": "x", "b": 1}', '{"b": "x"}') == [1, 0]
 
     @pytest.mark.parametrize(
-        ("document", "given"),
+        ("document", "score"),
         [
             ("[]", 1), ("[1, 2]", 1), ("[1, 1.0]", 0), ("[1, true]", 1), ("[0, false]", 1), ("[0, -0.0]", 0),
             ('["1", 1]', 1), ('[{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}]', 0), ("[[1, 2], [2, 1]]", 1),
@@ -123,8 +123,8 @@ class TestJsonSchema:
             ('[[], {}, "", null]', 1), ("[[true], [1]]", 1),
         ],
     )  # fmt: skip
-    def test_items_are_the_same_as_json_schema_says(self, document: str, given: float) -> None:
-        assert judge({"type": "json_schema", "schema": {"uniqueItems": True}}, document) == [given]
+    def test_items_are_the_same_as_json_schema_says(self, document: str, score: float) -> None:
+        assert judge({"type": "json_schema", "schema": {"uniqueItems": True}}, document) == [score]
         assert judge({"type": "json_schema", "schema": {"uniqueItems": False}}, document) == [1]
 
 
@@ -142,7 +142,7 @@ class TestLength:
 
 class TestFormat:
     @pytest.mark.parametrize(
-        ("completion", "given"),
+        ("completion", "score"),
         [
             ("<think>a</think><answer>b</answer>", 1), ("so <think>\n</think> and <answer></answer> done", 1),
             ("<think>1 < 2</think><answer><b>x</b></answer>", 1),
@@ -151,8 +151,8 @@ class TestFormat:
             ("<think>a</think><think>a</think><answer>b</answer>", 0), ("<THINK>a</THINK><answer>b</answer>", 0),
         ],
     )  # fmt: skip
-    def test_each_section_is_there_once_and_in_order(self, completion: str, given: float) -> None:
-        assert judge({"type": "format", "sections": ["think", "answer"]}, completion) == [given]
+    def test_each_section_is_there_once_and_in_order(self, completion: str, score: float) -> None:
+        assert judge({"type": "format", "sections": ["think", "answer"]}, completion) == [score]
 
 
 class TestNothingHangs:
@@ -198,7 +198,7 @@ class TestNothingHangs:
         self.takes({"type": "json_schema", "schema": schema}, json.dumps(document), seconds=0.2)
 
     @pytest.mark.parametrize(
-        ("schema", "given"),
+        ("schema", "score"),
         [
             ({"uniqueItems": True}, 1),
             ({"items": {"properties": {"a": {"uniqueItems": True}}}, "uniqueItems": True}, 1),
@@ -213,13 +213,13 @@ class TestNothingHangs:
         ],
         ids=["unique", "unique-within", "properties", "further-properties", "contains"],
     )  # fmt: skip
-    def test_a_long_document_ends_soon_whatever_is_asked_of_it(self, schema: dict[str, Any], given: float) -> None:
+    def test_a_long_document_ends_soon_whatever_is_asked_of_it(self, schema: dict[str, Any], score: float) -> None:
         (function,) = build_reward_functions([reward(type="json_schema", schema=schema)], TOKENIZER)
         document = json.dumps([{"a": at, "b": -at} for at in range(10_000)])
         started = time.monotonic()
-        assert function(["?"], [document], [[2]]) == [given]
+        assert function(["?"], [document], [[2]]) == [score]
         assert time.monotonic() - started < 60
-        assert function.timeouts == (given == 0)
+        assert function.timeouts == (score == 0)
 
     def test_a_long_line_of_opened_blocks_ends_soon(self) -> None:
         started = time.monotonic()

@@ -130,25 +130,27 @@ def test_a_step_takes_the_prompts_of_one_device_with_twice_the_batch(
 ) -> None:
     """An epoch has two steps and leaves two prompts over, and the three held-out prompts cannot be halved."""
     watched = {**config.pop("extra", {}), "model_factory": {"type": "watched", "folder": str(tmp_path)}}
-    one, two = train(1, algorithm, **config), train(2, algorithm, **config, extra=watched)
-    assert rows(two) == rows(one) and all(len(set(trained)) == 4 for trained in rows(two).values())
-    facts = two.of("config")[-1]["facts"]
+    one_device, two_devices = train(1, algorithm, **config), train(2, algorithm, **config, extra=watched)
+    assert rows(two_devices) == rows(one_device) and all(
+        len(set(trained)) == 4 for trained in rows(two_devices).values()
+    )
+    facts = two_devices.of("config")[-1]["facts"]
     assert (facts["total_steps"], facts["eval_rows"]) == (6, config.get("max_eval_rows", 3))
     rounds: dict[int, Counter[int]] = {}
     held_out: dict[int, Counter[int]] = {}
     for rank in (0, 1):
-        for step, prompts in rewarded(two, rank):
+        for step, prompts in rewarded(two_devices, rank):
             assert len(prompts) % GENERATIONS == 0, "groups are whole on each device"
-            is_training = set(prompts) <= set(rows(two).get(step + 1, ()))
+            is_training = set(prompts) <= set(rows(two_devices).get(step + 1, ()))
             (rounds if is_training else held_out).setdefault(step, Counter()).update(prompts)
-    assert rounds == {step - 1: Counter(trained * GENERATIONS) for step, trained in rows(two).items()}
+    assert rounds == {step - 1: Counter(trained * GENERATIONS) for step, trained in rows(two_devices).items()}
     assert held_out.keys() == {3, 6} and all(set(found.values()) == {GENERATIONS} for found in held_out.values())
     assert {len(found) for found in held_out.values()} == {facts["eval_rows"]}
     states = [(tmp_path / f"weights-{rank}").read_text().split() for rank in (0, 1)]
     # The base model and the weights after each step, the last of which only an evaluation sees.
     assert states[0][:6] == states[1][:6] and len(states[0]) == 7
-    assert all("reward" in record["extra"] for record in two.of("metric")) and two.of("sample")
-    assert all("eval_reward" in record["metrics"] for record in two.of("eval"))
+    assert all("reward" in record["extra"] for record in two_devices.of("metric")) and two_devices.of("sample")
+    assert all("eval_reward" in record["metrics"] for record in two_devices.of("eval"))
 
 
 def test_two_devices_resume_exactly_with_dropout_and_one_with_the_same_prompts(train: Train) -> None:

@@ -170,11 +170,11 @@ class SquareTensors(TorchDispatchMode):
         self.tokens, self.count = tokens, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, torch.Tensor) and list(one.shape).count(self.tokens) > 1:
+        results = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor) and list(leaf.shape).count(self.tokens) > 1:
                 self.count += 1
-        return made
+        return results
 
 
 class DeviceReads(TorchDispatchMode):
@@ -243,14 +243,14 @@ def test_padding_after_the_texts_needs_no_mask_and_padding_before_them_does() ->
 @pytest.mark.parametrize("family", ["llama", "gemma3 (windows)", "gpt2"])
 def test_generated_texts_are_those_of_sdpa(family: str) -> None:
     ids = torch.tensor([[0, 0, 5, 6, 7, 8, 9, 10, 11], [3, 4, 5, 9, 8, 7, 12, 13, 14]])
-    made = [
+    generated = [
         network(family, name).generate(
             ids, attention_mask=(ids != 0).long(), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
         )
         for name in ("varlen", "sdpa")
     ]
-    assert made[0].shape == (2, 21)
-    assert torch.equal(*made)
+    assert generated[0].shape == (2, 21)
+    assert torch.equal(*generated)
 
 
 def test_a_model_that_cannot_separate_texts_is_refused_rather_than_trained_wrongly() -> None:
@@ -321,7 +321,7 @@ class TestKernel:
         texts = attention.Texts(borders, torch.tensor(borders, dtype=torch.int32), max(LENGTHS), window)
         module = torch.nn.Module()
         module.num_key_value_groups = 2
-        expected, _ = attention.attend(module, query, key, value, texts, 0.0, scaling)
+        expected, _ = attention.compute_attention(module, query, key, value, texts, 0.0, scaling)
 
         def kernel(*tensors: Any, **options: Any) -> torch.Tensor:
             assert set(options) == parameters - ({"enable_gqa"} if repeats_keys else set())
@@ -493,14 +493,14 @@ class TestBatch:
         ]  # fmt: skip
         module = torch.nn.Module()
         module.num_key_value_groups = 2
-        result, _ = attention.attend(module, *states, texts)
+        result, _ = attention.compute_attention(module, *states, texts)
         torch.testing.assert_close(result, attention._one_by_one(module, *states, texts, 0.0, None))
         assert batches == ([8] if is_batch else [])
 
     def test_is_not_made_with_dropout(self, on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, "_as_batch", None)
         states = [torch.randn(1, 4, 16, 16) for _ in range(3)]
-        result, _ = attention.attend(torch.nn.Module(), *states, texts_of(8, 8), 0.5)
+        result, _ = attention.compute_attention(torch.nn.Module(), *states, texts_of(8, 8), 0.5)
         assert result.shape == (1, 16, 4, 16)
 
     @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "recomputed by reentry"])

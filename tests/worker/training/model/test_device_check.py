@@ -35,8 +35,8 @@ def test_a_device_that_works_passes_with_the_4_bit_weights_of_a_run(monkeypatch:
 def test_one_that_computes_wrongly_does_not(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     load = loader.load_model
 
-    def broken(*given: Any) -> Any:
-        model = load(*given)
+    def broken(*arguments: Any) -> Any:
+        model = load(*arguments)
         with torch.no_grad():
             model.model.norm.weight.mul_(wrong)
         return model

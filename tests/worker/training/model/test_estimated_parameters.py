@@ -77,14 +77,14 @@ def test_what_trains_is_what_peft_makes_trainable(family: str, kind: str) -> Non
     config = TrainingConfig(base_model="any", **ADAPTERS[kind])
     reward = config.method == "reward"
     model, described = built(family, _MOE if "moe" in family else _SIZES, reward=reward)
-    wanted = lora_config(config, head="reward" if reward else "causal")
-    if wanted is not None:
+    adapter_config = lora_config(config, head="reward" if reward else "causal")
+    if adapter_config is not None:
         with torch.device("meta"):
-            model = get_peft_model(model, wanted)
+            model = get_peft_model(model, adapter_config)
     theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
-    found = parameters.trainable_part(described, config)
-    assert found.count == sum(theirs)
-    assert sorted(rows * columns for _, rows, columns in found.tensors) == theirs
+    estimated = parameters.trainable_part(described, config)
+    assert estimated.count == sum(theirs)
+    assert sorted(rows * columns for _, rows, columns in estimated.tensors) == theirs
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_experts_that_peft_adapts_are_counted_as_it_does(family: str, sizes: dic
     with torch.device("meta"):
         model = get_peft_model(model, lora_config(config))
     theirs = sorted(one.numel() for one in model.parameters() if one.requires_grad)
-    found = parameters.trainable_part(described, config)
-    assert sorted(rows * columns for _, rows, columns in found.tensors) == theirs
+    estimated = parameters.trainable_part(described, config)
+    assert sorted(rows * columns for _, rows, columns in estimated.tensors) == theirs
     with pytest.raises(parameters.CannotTrain, match="`lora_dropout`"):
         parameters.trainable_part(described, config.model_copy(update={"lora_dropout": 0.1}))
 

@@ -115,7 +115,7 @@ def test_checkpointing_costs_the_hardware_another_forward_pass_of_layers_and_mfu
 ) -> None:
     model, config = built("llama", kind), configured("llama", kind)
     recomputation = Recomputation(model)
-    recomputation.set(recomputed_layers(checkpointing, recomputation.layers))
+    recomputation.recompute_first(recomputed_layers(checkpointing, recomputation.layers))
     _, in_all = measured(model)
     again = counted("llama", config, checkpointing)
     # The adapters of a layer's last product are not needed again, nor is that product: less than 8 % here.

@@ -41,12 +41,12 @@ def outputs(function: Any, trains_head: bool = False, dtype: torch.dtype = torch
         "outputs": OPTIONAL_OUTPUTS,
     } | options
     with count_products() as counter:
-        found = function.apply(hidden, weight, bias, targets, *more.values())
+        results = function.apply(hidden, weight, bias, targets, *more.values())
         # As in preference optimization: the gradient of a token is known only when the loss is computed.
-        loss = torch.nn.functional.softplus(-(found[0] * weights).sum() / ROWS)
+        loss = torch.nn.functional.softplus(-(results[0] * weights).sum() / ROWS)
         loss.backward()
     gradients = (hidden.grad, weight.grad) if trains_head else (hidden.grad,)
-    return found, (loss, *gradients), counter.get_total_flops()
+    return results, (loss, *gradients), counter.get_total_flops()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_results_and_gradients_equal_those_of_trl(
 ) -> None:
     expected, gradients, _ = outputs(ChunkedLogProbFunction, **options)
     monkeypatch.setattr(frozen_head.kernels, "TOKEN_CHUNK_SIZE", tile_rows * VOCABULARY // CHUNK + 1)
-    found, own, _ = outputs(LogProbabilities, **options)
-    for ours, theirs in zip((*found, *own), (*expected, *gradients), strict=True):
+    results, own, _ = outputs(LogProbabilities, **options)
+    for ours, theirs in zip((*results, *own), (*expected, *gradients), strict=True):
         assert (ours is None) == (theirs is None)
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -70,10 +70,10 @@ def test_results_and_gradients_equal_those_of_trl(
 def test_results_in_16_bits_are_as_close_to_32_bits_as_those_of_trl() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, gradients, _ = outputs(ChunkedLogProbFunction)
-        found, own, _ = outputs(LogProbabilities)
+        results, own, _ = outputs(LogProbabilities)
     exact, exact_gradients, _ = outputs(ChunkedLogProbFunction)
     for ours, theirs, truth in zip(
-        (found[0], *own), (expected[0], *gradients), (exact[0], *exact_gradients), strict=True
+        (results[0], *own), (expected[0], *gradients), (exact[0], *exact_gradients), strict=True
     ):
         assert ours.dtype == theirs.dtype
         assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm() + 1e-6

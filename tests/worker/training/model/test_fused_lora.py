@@ -108,10 +108,10 @@ def results(model: nn.Module, name: str, x: torch.Tensor) -> dict[str, torch.Ten
     output = layer(x)
     following = torch.rand(())
     (output.float() * torch.linspace(-1, 1, output.shape[-1])).sum().backward()
-    found = {"output": output.detach(), "x": x.grad, "following": following}
+    tensors = {"output": output.detach(), "x": x.grad, "following": following}
     for part, parameter in (("A", layer.lora_A.default.weight), ("B", layer.lora_B.default.weight)):
-        found[part], parameter.grad = parameter.grad, None
-    return found
+        tensors[part], parameter.grad = parameter.grad, None
+    return tensors
 
 
 def distance(some: torch.Tensor, other: torch.Tensor) -> float:
@@ -125,10 +125,10 @@ def distance(some: torch.Tensor, other: torch.Tensor) -> float:
 def test_output_and_gradients_in_32_bits_equal_those_of_peft(folder: Path, base: str, rate: float, name: str) -> None:
     model = adapted(folder, base, rate)
     x = torch.randn(2, 7, 128 if "down" in name else 64)
-    expected, found = results(model, name, x), results(fused(model), name, x)
+    expected, actual = results(model, name, x), results(fused(model), name, x)
     for part in expected:
-        assert found[part].dtype == expected[part].dtype
-        assert distance(found[part], expected[part]) < 1e-6, part
+        assert actual[part].dtype == expected[part].dtype
+        assert distance(actual[part], expected[part]) < 1e-6, part
 
 
 @pytest.mark.usefixtures("masks")
@@ -141,11 +141,11 @@ def test_output_and_gradients_in_mixed_precision_are_as_close_to_32_bits_as_thos
     x = torch.randn(8, 64, 64).bfloat16()
     exact = results(copy.deepcopy(model).float() if base == "16 bit" else model, name, x.float())
     with autocast_as_on_a_gpu(monkeypatch):
-        plain, found = results(model, name, x), results(fused(model), name, x)
+        plain, actual = results(model, name, x), results(fused(model), name, x)
     for part in exact:
-        assert found[part].dtype == plain[part].dtype
-        assert distance(found[part], exact[part]) <= 1.1 * distance(plain[part], exact[part]) + 1e-6, part
-        assert distance(found[part], exact[part]) < 2e-2, part
+        assert actual[part].dtype == plain[part].dtype
+        assert distance(actual[part], exact[part]) <= 1.1 * distance(plain[part], exact[part]) + 1e-6, part
+        assert distance(actual[part], exact[part]) < 2e-2, part
 
 
 def step(model: PeftModel, autocast: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
@@ -162,8 +162,8 @@ def step(model: PeftModel, autocast: bool = False) -> tuple[float, dict[str, tor
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_loss_and_gradients_of_a_model_with_dropout_equal_those_of_peft(folder: Path, use_rslora: bool) -> None:
     model = adapted(folder, rate=0.2, use_rslora=use_rslora)
-    (expected, gradients), (found, own) = step(model), step(fused(model))
-    assert found == pytest.approx(expected, rel=1e-6)
+    (expected, gradients), (loss, own) = step(model), step(fused(model))
+    assert loss == pytest.approx(expected, rel=1e-6)
     assert own.keys() == gradients.keys()
     assert max(distance(own[name], gradients[name]) for name in own) < 1e-5
 
@@ -174,11 +174,11 @@ def test_loss_and_gradients_of_a_model_with_dropout_equal_those_of_peft(folder: 
 def test_recomputation_in_the_backward_pass_changes_no_bit(folder: Path, autocast: bool, reentrant: bool) -> None:
     model = fused(adapted(folder, rate=0.2))
     model.enable_input_require_grads()
-    kept = step(model, autocast)
+    without_recomputation = step(model, autocast)
     model.base_model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     loss, gradients = step(model, autocast)
-    assert loss == kept[0]
-    assert all(torch.equal(gradients[name], kept[1][name]) for name in kept[1])
+    assert loss == without_recomputation[0]
+    assert all(torch.equal(gradients[name], without_recomputation[1][name]) for name in without_recomputation[1])
 
 
 @pytest.mark.usefixtures("all_masks")
@@ -202,11 +202,11 @@ def test_output_and_gradients_are_those_of_the_mask_of_the_seed(
     layer = fused(adapted(folder, base, 0.25)).base_model.model.model.layers[0].mlp.down_proj
     x = torch.randn(2, 7, 128, dtype=torch.bfloat16 if base == "16 bit" else torch.float32, requires_grad=True)
     inputs = [x, layer.lora_A.default.weight, layer.lora_B.default.weight]
-    kept = kept_values(torch.tensor([17]), 14, 128, 0.25).reshape(x.shape)
+    mask = kept_values(torch.tensor([17]), 14, 128, 0.25).reshape(x.shape)
     direction = torch.randn(2, 7, 64)
 
     def explicit() -> torch.Tensor:
-        dropped = torch.where(kept, x, 0).to(inputs[1].dtype) / 0.75
+        dropped = torch.where(mask, x, 0).to(inputs[1].dtype) / 0.75
         return layer.base_layer(x) + layer.scaling["default"] * (dropped @ inputs[1].t() @ inputs[2].t())
 
     outputs = layer(x), explicit()
@@ -278,15 +278,18 @@ class TestReportedDropout:
 def kept_bytes(model: PeftModel) -> int:
     """Bytes that the forward pass keeps for the backward pass, without parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+    saved_tensors: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+        saved_tensors[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", dtype=torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor_: tensor_),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         loss = model(input_ids=IDS).logits.sum()
-    kept_now = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    kept_now = sum(tensor.untyped_storage().nbytes() for place, tensor in saved_tensors.items() if place not in own)
     del loss
     return kept_now
 
@@ -303,25 +306,25 @@ def test_dropout_keeps_nothing_for_the_backward_pass(folder: Path, base: str, mo
 @pytest.mark.usefixtures("redraws")
 def test_a_layer_keeps_its_input_once_for_all_projections_of_it(folder: Path) -> None:
     attention = fused(adapted(folder, "16 bit", 0.05)).base_model.model.model.layers[0].self_attn
-    x, kept = torch.randn(4, 32, 64).bfloat16().requires_grad_(), {}
+    x, saved_bytes = torch.randn(4, 32, 64).bfloat16().requires_grad_(), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.data_ptr() not in {one.data_ptr() for one in attention.parameters()}:
-            kept[tensor.data_ptr()] = tensor.nbytes
+            saved_bytes[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", dtype=torch.bfloat16):
         outputs = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
     rows, rank = 4 * 32, 4
-    assert sum(kept.values()) == x.nbytes + len(outputs) * rows * rank * 2
+    assert sum(saved_bytes.values()) == x.nbytes + len(outputs) * rows * rank * 2
 
 
 def test_on_a_cpu_a_layer_keeps_one_byte_of_mask_for_each_value_of_its_input(folder: Path) -> None:
-    layer, x, kept = fused(adapted(folder, rate=0.05)).base_model.model.model.layers[0].mlp.down_proj, None, []
+    layer, x, saved_tensors = fused(adapted(folder, rate=0.05)).base_model.model.model.layers[0].mlp.down_proj, None, []
     x = torch.randn(3, 128).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved_tensors.append(one) or one, lambda one: one):
         layer(x)
-    (mask,) = [tensor for tensor in kept if tensor.dtype == torch.bool]
+    (mask,) = [tensor for tensor in saved_tensors if tensor.dtype == torch.bool]
     assert mask.nbytes == x.numel()
 
 
@@ -336,9 +339,9 @@ def test_mask_is_drawn_again_for_an_input_that_is_no_longer_in_the_same_order_of
         torch.manual_seed(3)
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one, returned):
             layer(x.detach().requires_grad_()).sum().backward()
-        found, layer.lora_A.default.weight.grad = layer.lora_A.default.weight.grad, None
-        assert found is not None
-        return found
+        weight_gradient, layer.lora_A.default.weight.grad = layer.lora_A.default.weight.grad, None
+        assert weight_gradient is not None
+        return weight_gradient
 
     assert torch.equal(gradient(lambda one: one), gradient(lambda one: one.contiguous()))
 
@@ -349,8 +352,8 @@ def test_gradients_of_a_4_bit_layer_with_wider_input_are_computed_in_its_own_typ
     layer.base_layer.compute_dtype = torch.bfloat16
     x = torch.randn(5, 64)
     nn.init.zeros_(layer.lora_B.default.weight)  # the gradient is that of the base alone
-    expected, found = (results(each, "self_attn.q_proj", x)["x"] for each in (model, fused(model)))
-    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    expected, actual = (results(each, "self_attn.q_proj", x)["x"] for each in (model, fused(model)))
+    assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 
 class TestWhatStaysWithPeft:
@@ -375,14 +378,14 @@ class TestWhatStaysWithPeft:
         for active in ("reference", ["default", "reference"]):
             for one in (model, other):
                 one.base_model.set_adapter(active)
-            expected, found = (one.eval()(input_ids=IDS).logits for one in (model, other))
-            assert distance(found, expected) < 1e-6
+            expected, actual = (one.eval()(input_ids=IDS).logits for one in (model, other))
+            assert distance(actual, expected) < 1e-6
 
     def test_rows_with_adapters_of_their_own_are_those_of_peft(self, folder: Path) -> None:
         model = adapted(folder).eval()
         names = ["default", "__base__", "default", "__base__"]
-        expected, found = (one(input_ids=IDS, adapter_names=names).logits for one in (model, fused(model)))
-        assert torch.equal(found, expected)
+        expected, actual = (one(input_ids=IDS, adapter_names=names).logits for one in (model, fused(model)))
+        assert torch.equal(actual, expected)
 
     def test_dora_and_layers_that_are_not_linear_are_reported(self, folder: Path) -> None:
         assert fuse_lora_layers(adapted(folder, use_dora=True)) == "peft"
@@ -400,5 +403,5 @@ class TestWhatStaysWithPeft:
     def test_evaluation_drops_nothing(self, folder: Path) -> None:
         model = adapted(folder, rate=0.5).eval()
         with torch.no_grad():
-            expected, found = (one(input_ids=IDS).logits for one in (model, fused(model)))
-        assert distance(found, expected) < 1e-6
+            expected, actual = (one(input_ids=IDS).logits for one in (model, fused(model)))
+        assert distance(actual, expected) < 1e-6

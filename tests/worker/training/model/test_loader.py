@@ -42,10 +42,10 @@ COMMIT = "c" * 40
 def adapted(tiny_model: Path) -> Any:
     """A model in 16 bits with an adapter in 16 bits and an embedding that trains whole, as TRL leaves them."""
     network = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    made = get_peft_model(network, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
-    for parameter in made.parameters():
+    adapted_model = get_peft_model(network, LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    for parameter in adapted_model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    return made
+    return adapted_model
 
 
 def types(network: Any, part: str) -> set[torch.dtype]:
@@ -176,16 +176,16 @@ class TestAttention:
             make_spec(tiny_model, base_model={"name": "tiny", "path": str(tiny_model), "hub": None, "revision": None}),
             config,
         )
-        assert loader._attention(start, config, machine) == used
+        assert loader._choose_attention(start, config, machine) == used
 
     @pytest.mark.parametrize("architecture", [Gemma2Config(), GptOssConfig(), BertConfig(), Qwen3NextConfig()])
     def test_of_other_layers_than_causal_ones_over_a_text_is_left_to_the_model_and_varlen_is_refused(
         self, architecture: PretrainedConfig
     ) -> None:
         start = base_model.BaseModelSource("any", "any", {}, architecture, identity="")
-        assert loader._attention(start, TrainingConfig(base_model="any"), CPU) is None
+        assert loader._choose_attention(start, TrainingConfig(base_model="any"), CPU) is None
         with pytest.raises(TrainingFailure, match="`attn_implementation` is `varlen`") as raised:
-            loader._attention(start, TrainingConfig(base_model="any", attn_implementation="varlen"), CPU)
+            loader._choose_attention(start, TrainingConfig(base_model="any", attn_implementation="varlen"), CPU)
         assert raised.value.code == "config_error"
 
 

@@ -154,8 +154,8 @@ class TestMerge:
     @pytest.mark.parametrize("adapter", ["layers", "embeddings", "whole_head"])
     @pytest.mark.parametrize("bits", [4, 8])
     def test_of_a_base_that_is_quantized_when_loaded(self, bits: int, adapter: str, tied: bool, tmp_path: Path) -> None:
-        wanted = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True}
-        base = make_base(tmp_path / "base", tied=tied, **wanted)
+        quantization = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True}
+        base = make_base(tmp_path / "base", tied=tied, **quantization)
         merged = check_merged(base, ADAPTERS[adapter], tmp_path)
         assert not hasattr(merged.config, "quantization_config")
 
@@ -185,7 +185,7 @@ class TestMerge:
         base = make_base(tmp_path / "base", tied=True, stored_bits=bits)
         trained = trained_logits(base, tmp_path / "adapter", ADAPTERS[adapter])
         source = replace(base.source, tokenizer_source=str(tiny_model), adapter=tmp_path / "adapter")
-        with base_model.merged(source, tmp_path / "merged", torch.float32, no_heartbeat) as merged:
+        with base_model.merged_base(source, tmp_path / "merged", torch.float32, no_heartbeat) as merged:
             start = loader.load_model(
                 merged, resolve_config(TrainingConfig(base_model="tiny", method="lora"), set(), CPU).config, CPU
             )

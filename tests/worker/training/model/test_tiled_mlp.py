@@ -16,17 +16,21 @@ IDS = torch.arange(96).reshape(2, 48)
 
 def loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
     """Loss and gradients of a training step, and the bytes kept for its backward pass."""
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved_bytes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, sum(kept.values())
+    return (
+        loss.item(),
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        sum(saved_bytes.values()),
+    )
 
 
 def test_losses_and_gradients_equal_those_of_a_whole_mlp_and_less_is_kept() -> None:
@@ -38,13 +42,13 @@ def test_losses_and_gradients_equal_those_of_a_whole_mlp_and_less_is_kept() -> N
     tiled = LlamaForCausalLM(config)
     tiled.load_state_dict(whole.state_dict())
     tile_mlps(tiled, tile=20)  # the last tile is smaller
-    loss, gradients, kept = loss_and_gradients(whole)
+    loss, gradients, saved_bytes = loss_and_gradients(whole)
     tiled_loss, tiled_gradients, tiled_kept = loss_and_gradients(tiled)
     assert tiled_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(tiled_gradients[name], gradient, rtol=1e-4, atol=1e-6)
     inner = 2 * 3 * IDS.numel() * config.intermediate_size * 4  # gate, up and their product, in two layers
-    assert kept - tiled_kept >= inner
+    assert saved_bytes - tiled_kept >= inner
 
 
 def test_a_model_whose_mlps_are_experts_is_refused() -> None:

@@ -32,8 +32,10 @@ WEIGHTS = "model.safetensors"
 
 def same(first: Path, second: Path) -> bool:
     """Return True if two files of weights contain the same numbers."""
-    one, two = load_file(first), load_file(second)
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    first_tensors, second_tensors = load_file(first), load_file(second)
+    return first_tensors.keys() == second_tensors.keys() and all(
+        torch.equal(first_tensors[name], second_tensors[name]) for name in first_tensors
+    )
 
 
 def paths_in(output: Path, *places: Path) -> list[str]:
@@ -44,8 +46,8 @@ def paths_in(output: Path, *places: Path) -> list[str]:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model.eval()(torch.arange(5, 45).reshape(2, 20)).logits
-    return found
+        values: torch.Tensor = model.eval()(torch.arange(5, 45).reshape(2, 20)).logits
+    return values
 
 
 @pytest.fixture(scope="class")
@@ -258,7 +260,9 @@ class TestMergeOnAGpu:
             folder = tmp_path / kind
             folder.mkdir()
             export.copy_weights(trained.folder / "checkpoint-4", folder)
-            export._merge(run, find_base(job, config), folder, AutoTokenizer.from_pretrained(str(job.base_model.path)))
+            export._merge_output(
+                run, find_base(job, config), folder, AutoTokenizer.from_pretrained(str(job.base_model.path))
+            )
             return folder, messages
 
         return run_merge

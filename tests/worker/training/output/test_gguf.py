@@ -173,11 +173,11 @@ class TestBounds:
     ) -> None:
         monkeypatch.setattr(gguf, "_STALLED_SECONDS", 0.3)
         with pytest.raises(TrainingFailure, match="wrote nothing for"):
-            gguf.add(self.export(tmp_path, "import time; time.sleep(600)"), tiny_model)
+            gguf.add_gguf(self.export(tmp_path, "import time; time.sleep(600)"), tiny_model)
 
     def test_a_file_that_does_not_fit_is_not_begun(self, tiny_model: Path, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailure, match="does not fit on the disk: it needs 1 MiB") as failure:
-            gguf.add(self.export(tmp_path, "raise SystemExit", disk_reserve_bytes=2**60), tiny_model)
+            gguf.add_gguf(self.export(tmp_path, "raise SystemExit", disk_reserve_bytes=2**60), tiny_model)
         assert failure.value.code == "disk_full"
 
     def test_a_program_without_a_module_suffix_is_started_as_it_is(self, tiny_model: Path, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ class TestBounds:
         program.chmod(0o755)
         run.job = run.job.model_copy(update={"gguf_converter": program})
         try:
-            gguf.add(run, tiny_model)
+            gguf.add_gguf(run, tiny_model)
             assert (tiny_model / "model.gguf").read_text() == "bytes\n"
         finally:
             (tiny_model / "model.gguf").unlink(missing_ok=True)
         program.write_text("")
         with pytest.raises(TrainingFailure, match="cannot be started"):
-            gguf.add(run, tiny_model)
+            gguf.add_gguf(run, tiny_model)

@@ -227,4 +227,4 @@ def test_a_hub_that_never_answers_is_given_up(hub: Hub, tmp_path: Path, monkeypa
     run = TrainingContext(
         make_spec(tmp_path, hub_allowed=True), config, set(), DeviceCapabilities(), Reporter(None), Control(), nothing
     )
-    assert hub_push.push(run, tmp_path / "output") == {"repo": "ada/tuned", "error": "timed out"}
+    assert hub_push.push_output(run, tmp_path / "output") == {"repo": "ada/tuned", "error": "timed out"}

@@ -30,7 +30,7 @@ class RanksWith(Ranks):
         super().__init__(size=2)
         self._free = free
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather_values(self, value: Any) -> list[Any]:
         return [value, self._free]
 
 
@@ -39,21 +39,21 @@ def decided(
 ) -> Replacement | None:
     """Replacement for a sharded run of a small model on a GPU with this many free bytes."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, free))
-    asked = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
+    config_ = TrainingConfig(base_model="any", load_in_4bit=False, method="lora", **config)
     run: Any = SimpleNamespace(
-        config=asked,
+        config=config_,
         machine=DeviceCapabilities(kind="cuda", bf16=True),
-        given=set(config),
+        user_set_fields=set(config),
         only_evaluates=False,
         is_sharded=True,
-        method=METHODS[asked.method],
+        method=METHODS[config_.method],
         ranks=ranks or Ranks(),
         job=SimpleNamespace(expert_parallel=1, auto_repairs=[Repair(reason="out of memory", **one) for one in repairs]),
     )
-    found: Any = SimpleNamespace(architecture=_LLAMA)
+    base: Any = SimpleNamespace(architecture=_LLAMA)
     data = Dataset.from_dict({"input_ids": [[1] * 8] * 3 + [[1] * 1024]})
     replaced: list[Replacement] = []
-    memory_plan.choose_checkpointing(run, replaced, found, data, 2048)
+    memory_plan.choose_checkpointing(run, replaced, base, data, 2048)
     assert run.config.gradient_checkpointing != "auto"
     return replaced[0] if replaced else None
 

@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_the_same_bits_with_any_number_of_recomputed_laye
     gradients = [parameter.grad for parameter in model.parameters()]
     recomputation = Recomputation(model)
     for count in (1, 2, LAYERS, 3, 0):
-        recomputation.set(count)
+        recomputation.recompute_first(count)
         if reference and count:  # as the trainers of preferences do in every step
             with disable_gradient_checkpointing(model):
                 assert recomputed_layers(model) == [False] * LAYERS
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_the_same_bits_with_any_number_of_recomputed_laye
 
 def test_what_enables_recomputation_for_all_layers_later_enables_it_for_the_chosen_ones() -> None:
     model = build_model()
-    Recomputation(model).set(2)
+    Recomputation(model).recompute_first(2)
     model.activation_checkpointing_enable()  # as the trainer does when training begins
     take_pass(model)
     assert recomputed_layers(model) == [True, True, False, False]
@@ -90,7 +90,7 @@ def test_every_further_recomputed_layer_saves_memory_until_the_gradients_need_mo
     model = build_model(adapter=True)
     recomputation, peaks = Recomputation(model), []
     for count in range(LAYERS + 1):
-        recomputation.set(count)
+        recomputation.recompute_first(count)
         peak = CountingMeter(2**40).measure(lambda: void(take_pass(model))).peak_bytes
         assert peak is not None
         peaks.append(peak)

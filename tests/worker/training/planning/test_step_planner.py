@@ -40,9 +40,9 @@ class Device:
     later: int = GIB
 
     def peak(self, trial: Trial, positions: int) -> float:
-        kept = (self.layers - trial.recomputed) * self.layer_bytes + trial.recomputed * self.boundary_bytes
+        activation_bytes = (self.layers - trial.recomputed) * self.layer_bytes + trial.recomputed * self.boundary_bytes
         again = trial.recomputed * self.boundary_bytes + self.layer_bytes if trial.recomputed else 0.0
-        at_head, at_first_layer = (kept + self.head_bytes) * positions, again * positions
+        at_head, at_first_layer = (activation_bytes + self.head_bytes) * positions, again * positions
         return self.weights + max(at_head, at_first_layer, self.workspace)
 
     def seconds(self, recomputed: int, positions: float) -> float:
@@ -74,9 +74,9 @@ class Device:
             positions = choices.longest_tokens[trial.rows]
             peak, seconds = self.peak(trial, positions), self.seconds(trial.recomputed, positions)
             failed = peak > (memory or self.usable / 0.9)
-            planner.add(MeasuredPass(trial, positions, None if failed else round(peak), seconds))
+            planner.add_measurement(MeasuredPass(trial, positions, None if failed else round(peak), seconds))
             assert len(planner.passes) <= 12, planner.passes
-        return planner.plan()
+        return planner.best_plan()
 
     def fits(self, trial: Trial, choices: StepChoices) -> bool:
         return self.peak(trial, choices.longest_tokens[trial.rows]) + self.later <= choices.usable_bytes
@@ -148,8 +148,8 @@ def test_recomputation_that_seems_cheap_while_the_host_is_waited_for_hides_no_fa
     planner = StepPlanner(choices)
     while (trial := planner.next_trial()) is not None:
         seconds, mebibytes = measured[trial]
-        planner.add(MeasuredPass(trial, choices.longest_tokens[trial.rows], mebibytes << 20, seconds))
-    assert (planner.plan().rows, planner.plan().recomputed) == (2, 0)
+        planner.add_measurement(MeasuredPass(trial, choices.longest_tokens[trial.rows], mebibytes << 20, seconds))
+    assert (planner.best_plan().rows, planner.best_plan().recomputed) == (2, 0)
 
 
 def test_configured_micro_batch_stays_unless_another_gains_clearly() -> None:

@@ -85,8 +85,8 @@ def effective(outcome: Outcome) -> dict[str, Any]:
 def step_plan(outcome: Outcome) -> dict[str, Any]:
     facts = outcome.of("config")[-1]["facts"]
     assert invalid_facts(facts) == []
-    found: dict[str, Any] = facts["step_plan"]
-    return found
+    plan: dict[str, Any] = facts["step_plan"]
+    return plan
 
 
 def numbers(outcome: Outcome) -> list[dict[str, Any]]:
@@ -243,10 +243,10 @@ def test_measuring_restores_generators_buffers_gradients_modes_and_counts() -> N
         model[0].longest = 9
         trainer._metrics["train"]["entropy"].append(2.0)
         trainer._total_train_tokens += 3
-        trainer.throughput.saw(10.0)
-        trainer.step_phases.enter("backward")
-    trainer.step_phases.enter("forward")
-    assert trainer.step_phases.take() == {}
+        trainer.throughput.record_forward(10.0)
+        trainer.step_phases.enter_phase("backward")
+    trainer.step_phases.enter_phase("forward")
+    assert trainer.step_phases.take_seconds() == {}
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), random) and (np.random.get_state()[1] == drawn).all()
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -226,13 +226,13 @@ def test_a_data_source_makes_the_rows_of_each_evaluation_set(tmp_path: Path) -> 
     run = stub(tmp_path, data_source={"type": "repeated", "times": 3}).run
     run.job = run.job.model_copy(update={"extra_eval_datasets": dict.fromkeys(("one", "two"), run.job.dataset)})
     hooks.write_source_rows(run)
-    made = [run.job.dataset, *run.job.extra_eval_datasets.values()]
-    assert [one.path.name for one in made] == [
+    sources = [run.job.dataset, *run.job.extra_eval_datasets.values()]
+    assert [one.path.name for one in sources] == [
         "rows-training.jsonl", "rows-evaluation-one.jsonl", "rows-evaluation-two.jsonl",
     ]  # fmt: skip
-    assert [len(one.path.read_text().splitlines()) for one in made] == [one.rows for one in made] == [3, 3, 3]
+    assert [len(one.path.read_text().splitlines()) for one in sources] == [one.rows for one in sources] == [3, 3, 3]
     hooks.delete_source_rows(run)
-    assert not any(one.path.exists() for one in made)
+    assert not any(one.path.exists() for one in sources)
 
 
 NETWORK = torch.nn.Linear(2, 2)
@@ -271,12 +271,12 @@ class TestWhatIsNone:
         own = lambda examples: {"input_ids": examples, "labels": examples}  # noqa: E731
         use = {
             "data_source": lambda: hooks.write_source_rows(trainer.run),
-            "model_factory": lambda: hooks.model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
-            "optimizer": lambda: hooks.optimizer(trainer, NETWORK),
-            "scheduler": lambda: hooks.scheduler(trainer, 10, PLAIN),
+            "model_factory": lambda: hooks.load_model(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
+            "optimizer": lambda: hooks.create_optimizer(trainer, NETWORK),
+            "scheduler": lambda: hooks.create_scheduler(trainer, 10, PLAIN),
             "checkpoint_engine": lambda: restore_replica(trainer.run),
-            "tokenizer": lambda: hooks.tokenizer(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
-            "collator": lambda: hooks.collator(trainer.run, own, None)([]),
+            "tokenizer": lambda: hooks.load_tokenizer(trainer.run, lambda: None),  # type: ignore[arg-type,return-value]
+            "collator": lambda: hooks.build_collator(trainer.run, own, None)([]),
             "callback": lambda: PluginCallbacks(trainer),
             "chat_template": lambda: hooks.chat_template(named, None),  # type: ignore[arg-type]
         }[kind]
@@ -299,12 +299,12 @@ class TestWhatIsNone:
 
     def test_an_unknown_name_comes_with_those_there_are(self, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailure, match="no scheduler `stares`; installed are: a-dict, plateau, stairs"):
-            hooks.check(stub(tmp_path, scheduler={"type": "stares"}).run.config)
+            hooks.load_plugins(stub(tmp_path, scheduler={"type": "stares"}).run.config)
 
     def test_classes_of_torch_are_optimizers_as_they_are(self, tmp_path: Path) -> None:
-        made = hooks.optimizer(stub(tmp_path, optimizer={"type": "sgd", "momentum": 0.9}), NETWORK)
-        assert made is not None and [group["weight_decay"] for group in made.param_groups] == [0.01, 0.0]
-        assert made.param_groups[0]["lr"] == 0.1 and made.param_groups[0]["momentum"] == 0.9
+        optimizer = hooks.create_optimizer(stub(tmp_path, optimizer={"type": "sgd", "momentum": 0.9}), NETWORK)
+        assert optimizer is not None and [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+        assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9
 
     def test_a_copy_that_cannot_be_made_costs_nothing_but_the_copy(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -315,9 +315,9 @@ class TestWhatIsNone:
         assert "`second-folder` could not keep" in capfd.readouterr().out
 
     def test_a_worker_reports_what_there_is(self) -> None:
-        found = installed_plugins()
-        assert found["optimizer"] == ["a-dict", "a-number", "forgetful", "gone", "sgd", "slow-sign"]
-        assert found.keys() == PLUGINS.keys()
+        installed = installed_plugins()
+        assert installed["optimizer"] == ["a-dict", "a-number", "forgetful", "gone", "sgd", "slow-sign"]
+        assert installed.keys() == PLUGINS.keys()
 
 
 def test_an_unknown_one_ends_a_run_before_anything_is_loaded(

@@ -118,12 +118,12 @@ class TestMetricFunctions:
             extra={"metrics": ["brier"]},
         )  # fmt: skip
         done = completed(forks.beside(plugins).run(job))
-        (one,), (other,) = ([record["metrics"] for record in run.of("eval")] for run in (plain, done))
+        (without,), (other,) = ([record["metrics"] for record in run.of("eval")] for run in (plain, done))
         assert other["eval_own_accuracy"] == pytest.approx(other["eval_token_accuracy"], abs=0.05)
         assert other["eval_own_loss"] == pytest.approx(other["eval_loss"], rel=0.01)
-        assert (one["eval_loss"], plain.steps) == (other["eval_loss"], done.steps)
+        assert (without["eval_loss"], plain.steps) == (other["eval_loss"], done.steps)
         own = {"eval_own_accuracy", "eval_own_loss"}
-        assert {name for name in other if name not in one and not name.startswith("eval_same_")} == own
+        assert {name for name in other if name not in without and not name.startswith("eval_same_")} == own
         assert all(other[name] == other[name.replace("eval_", "eval_same_")] for name in own)
         assert (
             json.loads((done.output / "metrics.jsonl").read_text().splitlines()[-1])["eval_own_loss"]
@@ -149,16 +149,16 @@ class TestMetricFunctions:
         job = make_job(tmp_path, tiny_model, data, eval_data=data, data_format=data_format, **config)
         job.setdefault("reward_models", [])
         done = completed(forks.beside(plugins).run(job))
-        (found,) = [record["metrics"] for record in done.of("eval")]
+        (metrics,) = [record["metrics"] for record in done.of("eval")]
         if method == "dpo":
-            assert found["eval_own_accuracy"] == pytest.approx(found["eval_token_accuracy"], abs=1e-6)
+            assert metrics["eval_own_accuracy"] == pytest.approx(metrics["eval_token_accuracy"], abs=1e-6)
         if method == "kto":
-            assert 0 < found["eval_own_loss"] < 20
+            assert 0 < metrics["eval_own_loss"] < 20
         if method == "reward":
-            assert found["eval_own_accuracy"] == pytest.approx(found["eval_preference_accuracy"])
+            assert metrics["eval_own_accuracy"] == pytest.approx(metrics["eval_preference_accuracy"])
         if method == "rlhf":
-            assert found["eval_own_reward"] == pytest.approx(found["eval_reward"])
-            assert found["eval_own_completions"] == 32
+            assert metrics["eval_own_reward"] == pytest.approx(metrics["eval_reward"])
+            assert metrics["eval_own_completions"] == 32
 
     @pytest.mark.parametrize(
         ("name", "says"),
@@ -177,7 +177,7 @@ class TestMetricFunctions:
     ) -> None:
         monkeypatch.syspath_prepend(str(plugins))
         with pytest.raises(TrainingFailure, match=says):
-            metric_functions.load(["brier", name], SFT)
+            metric_functions.load_factories(["brier", name], SFT)
 
     @pytest.mark.parametrize(
         ("name", "says"), [("wrong", "a str for 'own'"), ("taken", "already have a metric `eval_loss`")]
@@ -186,7 +186,7 @@ class TestMetricFunctions:
         self, name: str, says: str, plugins: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.syspath_prepend(str(plugins))
-        evaluation = metric_functions.Evaluation(metric_functions.load([name], SFT))
+        evaluation = metric_functions.Evaluation(metric_functions.load_factories([name], SFT))
         evaluation.update(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]]))
         with pytest.raises(TrainingFailure, match=f"`{name}` returned.*{says}"):
             evaluation.results({"eval_loss": 1.0})

@@ -169,10 +169,10 @@ def evaluations(outcome: Outcome) -> list[dict[str, float]]:
 def test_metric_functions_are_given_each_row_once(train: Train) -> None:
     """Seven held-out rows make batches that are not the same for both devices."""
     config = {"eval_split": 0.45, "eval_steps": 1, "max_steps": 2, "extra": {"metrics": ["counted"]}}
-    one, two = (evaluations(train(devices, **config)) for devices in (1, 2))
-    assert [set(found) for found in two] == [{"eval_loss", "eval_own_accuracy", "eval_own_tokens"}] * 2
-    assert [found["eval_own_tokens"] for found in two] == [found["eval_own_tokens"] for found in one]
-    assert two == [pytest.approx(found, abs=1e-4) for found in one]
+    one_device, two_devices = (evaluations(train(devices, **config)) for devices in (1, 2))
+    assert [set(found) for found in two_devices] == [{"eval_loss", "eval_own_accuracy", "eval_own_tokens"}] * 2
+    assert [found["eval_own_tokens"] for found in two_devices] == [found["eval_own_tokens"] for found in one_device]
+    assert two_devices == [pytest.approx(found, abs=1e-4) for found in one_device]
 
 
 def test_metric_functions_are_given_each_completion_once(train: Train) -> None:
@@ -180,16 +180,16 @@ def test_metric_functions_are_given_each_completion_once(train: Train) -> None:
     rlhf = {"num_generations": 2, "max_completion_length": 8, "rewards": rewards}
     config = {"method": "rlhf", "load_in_4bit": False, "eval_split": 0.2, "eval_steps": 1, "rlhf": rlhf}
     done = train(2, **config, max_steps=1, extra={"metrics": ["texts"]})
-    (found,) = (record["metrics"] for record in done.of("eval"))
-    assert found["eval_own_completions"] == 3 * 2
-    assert found["eval_own_reward"] == pytest.approx(found["eval_reward"])
+    (metrics,) = (record["metrics"] for record in done.of("eval"))
+    assert metrics["eval_own_completions"] == 3 * 2
+    assert metrics["eval_own_reward"] == pytest.approx(metrics["eval_reward"])
 
 
 def test_metric_functions_are_given_the_scores_of_both_devices(train: Train) -> None:
     config = {"method": "reward", "load_in_4bit": False, "eval_split": 0.45, "eval_steps": 1, "max_steps": 1}
-    (found,) = (record["metrics"] for record in train(2, **config, extra={"metrics": ["scores"]}).of("eval"))
-    assert found["eval_own_pairs"] == 7
-    assert found["eval_own_accuracy"] == pytest.approx(found["eval_preference_accuracy"])
+    (metrics,) = (record["metrics"] for record in train(2, **config, extra={"metrics": ["scores"]}).of("eval"))
+    assert metrics["eval_own_pairs"] == 7
+    assert metrics["eval_own_accuracy"] == pytest.approx(metrics["eval_preference_accuracy"])
 
 
 def test_a_metric_function_that_fails_is_named(
@@ -247,15 +247,17 @@ def test_a_callback_that_changes_weights_ends_the_run(
 
 
 def test_distributions_are_those_of_one_device(train: Train) -> None:
-    one, two = (train(devices, extra={"distributions_steps": 2}).of("distribution") for devices in (1, 2))
-    assert [record["step"] for record in two] == [record["step"] for record in one] == [2, 4]
-    for ours, theirs in zip(one, two, strict=True):
+    one_device, two_devices = (
+        train(devices, extra={"distributions_steps": 2}).of("distribution") for devices in (1, 2)
+    )
+    assert [record["step"] for record in two_devices] == [record["step"] for record in one_device] == [2, 4]
+    for ours, theirs in zip(one_device, two_devices, strict=True):
         assert ours["groups"].keys() == theirs["groups"].keys()
-        for group, found in ours["groups"].items():
+        for group, histograms in ours["groups"].items():
             for of in ("weights", "gradients"):
                 names = ("count", "mean", "std", "min", "max")
                 assert [theirs["groups"][group][of][name] for name in names] == pytest.approx(
-                    [found[of][name] for name in names], rel=1e-2, abs=1e-6
+                    [histograms[of][name] for name in names], rel=1e-2, abs=1e-6
                 )
 
 
@@ -267,10 +269,10 @@ def test_rows_of_a_data_source_and_a_checkpoint_of_an_engine_are_found_by_both_d
         "data_source": {"type": "repeated", "times": 2},
         "checkpoint_engine": {"type": "second-folder", "root": str(root)},
     }
-    one, whole = (train(devices, extra=extra) for devices in (1, 2))
+    one_device, whole = (train(devices, extra=extra) for devices in (1, 2))
     assert whole.of("config")[0]["facts"]["rows"] == 30
     assert {step: sorted(rows) for step, (_, rows) in whole.steps.items()} == {
-        step: sorted(rows) for step, (_, rows) in one.steps.items()
+        step: sorted(rows) for step, (_, rows) in one_device.steps.items()
     }
     assert not list(whole.folder.glob("rows-*"))
     point = whole.checkpoint(2)

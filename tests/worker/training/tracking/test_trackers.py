@@ -44,14 +44,14 @@ def mlflow_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def reported(outcome: Outcome, above: int = 0) -> Points:
     """What a run told of steps above this one, by the names of its events."""
-    found: dict[str, Any] = {}
+    points: dict[str, Any] = {}
     for record in outcome.of("metric"):
         plain = {name: record[name] for name in record if name not in ("type", "ts", "step", "extra", "total_steps")}
         plain |= {f"extra.{name}": value for name, value in record["extra"].items()}
-        found |= {(name, record["step"]): value for name, value in plain.items()}
+        points |= {(name, record["step"]): value for name, value in plain.items()}
     for record in outcome.of("eval"):
-        found |= {(name, record["step"]): value for name, value in record["metrics"].items()}
-    return {(name, step, value) for (name, step), value in found.items() if value is not None and step > above}
+        points |= {(name, record["step"]): value for name, value in record["metrics"].items()}
+    return {(name, step, value) for (name, step), value in points.items() if value is not None and step > above}
 
 
 def opening(folder: Path, tracker: str) -> tuple[JobSpec, TrainingConfig, Reporter]:
@@ -74,23 +74,23 @@ def tensorboard_points(folder: Path) -> list[tuple[str, int, float]]:
     return [(tag, one.step, one.value) for tag in reader.Tags()["scalars"] for one in reader.Scalars(tag)]
 
 
-def same_in_32_bits(found: list[tuple[str, int, float]], expected: Points) -> None:
+def same_in_32_bits(actual: list[tuple[str, int, float]], expected: Points) -> None:
     """TensorBoard keeps numbers in 32 bits."""
-    assert len(found) == len(expected)
-    wanted = {(name, step): value for name, step, value in expected}
-    for name, step, value in found:
-        assert math.isclose(value, wanted[name, step], rel_tol=1e-6, abs_tol=1e-30), (name, step)
+    assert len(actual) == len(expected)
+    expected_values = {(name, step): value for name, step, value in expected}
+    for name, step, value in actual:
+        assert math.isclose(value, expected_values[name, step], rel_tol=1e-6, abs_tol=1e-30), (name, step)
 
 
 def tensorboard_histograms(folder: Path) -> set[tuple[str, int, int]]:
     """Name, step and count of the histograms in the event files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"histograms": 0})
-    found.Reload()
+    accumulator = EventAccumulator(str(folder), size_guidance={"histograms": 0})
+    accumulator.Reload()
     return {
         (name, one.step, int(sum(one.histogram_value.bucket)))
-        for name in found.Tags()["histograms"] for one in found.Histograms(name)
+        for name in accumulator.Tags()["histograms"] for one in accumulator.Histograms(name)
     }  # fmt: skip
 
 
@@ -126,7 +126,7 @@ class TestMlflow:
         job = make_job(folder, model, data, max_steps=6, **{**CONFIG, "report_to": ["mlflow"]}, **more)
         return {**job, "trackers": {"mlflow_tracking_uri": url}}
 
-    def found(self, url: str, run_id: str) -> tuple[Any, Counter[tuple[str, int, float]]]:
+    def stored_run(self, url: str, run_id: str) -> tuple[Any, Counter[tuple[str, int, float]]]:
         """The one run of that id on the server, and every point of it with how often it is there."""
         from mlflow import MlflowClient
 
@@ -141,7 +141,7 @@ class TestMlflow:
         self, mlflow_url: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         done = completed(forks.run(self.job(tmp_path, tiny_model, chats, mlflow_url, run_id="run_one")))
-        run, points = self.found(mlflow_url, "run_one")
+        run, points = self.stored_run(mlflow_url, "run_one")
         assert points == Counter(reported(done))
         assert run.data.params["learning_rate"] == "0.0002" and run.data.params["dpo.beta"] == "0.1"
         assert run.data.params["facts.total_steps"] == "6"
@@ -156,7 +156,7 @@ class TestMlflow:
         resume = first.checkpoint(4)
         again = self.job(tmp_path, tiny_model, chats, mlflow_url, run_id="run_two", attempt=2, resume_from=resume)
         second = completed(forks.run(again))
-        run, points = self.found(mlflow_url, "run_two")
+        run, points = self.stored_run(mlflow_url, "run_two")
         assert set(points.values()) == {1}
         assert set(points) == reported(first) | reported(second)
         exact = {point for point in points if point[0] in ("loss", "eval_loss", "learning_rate", "grad_norm")}
@@ -170,8 +170,8 @@ class TestMlflow:
         resume = parent.checkpoint(4)
         job = self.job(tmp_path / "child", tiny_model, chats, mlflow_url, run_id="run_four", resume_from=resume)
         child = completed(forks.run(job))
-        assert self.found(mlflow_url, "run_three")[1] == Counter(reported(parent))
-        assert self.found(mlflow_url, "run_four")[1] == Counter(reported(child))
+        assert self.stored_run(mlflow_url, "run_three")[1] == Counter(reported(parent))
+        assert self.stored_run(mlflow_url, "run_four")[1] == Counter(reported(child))
 
     def test_a_run_that_fails_is_failed_there(
         self, mlflow_url: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
@@ -180,7 +180,7 @@ class TestMlflow:
         job["dataset"]["path"] = str(tmp_path / "gone.jsonl")
         done = forks.run(job)
         assert done.result["error"]["code"] == "bad_data"
-        run, _ = self.found(mlflow_url, "run_five")
+        run, _ = self.stored_run(mlflow_url, "run_five")
         assert (run.info.status, run.data.tags["anneal.status"]) == ("FAILED", "failed")
 
 
@@ -239,7 +239,7 @@ class TestWandb:
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         opened = trackers.open_trackers(*opening(tmp_path, "wandb"))
-        opened.add({"step": 1, "loss": 1.0})
+        opened.add_record({"step": 1, "loss": 1.0})
         service = eventually(lambda: [one for one in psutil.Process().children() if one.name().startswith("wandb")])
         assert not [one for one in service if KEY in Path(f"/proc/{one.pid}/environ").read_text()]
         assert "WANDB_API_KEY" not in os.environ
@@ -268,7 +268,7 @@ def wandb_records(file: Path) -> list[Any]:
     """The records of a file of W&B's: a log as LevelDB has it, in blocks of 32 KiB, behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, whole, found = file.read_bytes(), 7, b"", []
+    data, place, whole, records = file.read_bytes(), 7, b"", []
     while place + 7 <= len(data):
         left = 32_768 - place % 32_768
         if left < 7:
@@ -278,9 +278,9 @@ def wandb_records(file: Path) -> list[Any]:
         whole += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # all of it, or the last part
-            found.append(wandb_internal_pb2.Record.FromString(whole))
+            records.append(wandb_internal_pb2.Record.FromString(whole))
             whole = b""
-    return found
+    return records
 
 
 def as_row(record: Any) -> dict[str, Any]:
@@ -362,11 +362,11 @@ class TestTrouble:
                 job.model_copy(update={"trackers": TrackerServers(mlflow_tracking_uri=url)}), config, report
             )
             for step in range(12_000):
-                opened.add({"step": step, "loss": 1.0})
+                opened.add_record({"step": step, "loss": 1.0})
             opened.close("cancelled")
-            asked, _ = silent.accept()
-            with asked:
-                assert asked.recv(4).startswith(b"GET "), "the first call, which still waits for its answer"
+            connection, _ = silent.accept()
+            with connection:
+                assert connection.recv(4).startswith(b"GET "), "the first call, which still waits for its answer"
                 assert "12000 points were not sent" in capfd.readouterr().out
                 assert threading.active_count() <= before + 1
         eventually(lambda: threading.active_count() <= before, what="the thread ends once its call has failed")
@@ -391,6 +391,6 @@ def test_the_token_of_the_server_goes_along_with_every_call(
         opened = trackers.open_trackers(
             job.model_copy(update={"trackers": TrackerServers(mlflow_tracking_uri=url)}), config, report
         )
-        opened.add({"step": 1, "loss": 1.0})
+        opened.add_record({"step": 1, "loss": 1.0})
         opened.close("cancelled")
     assert set(seen) == {"Bearer token-of-ada"}

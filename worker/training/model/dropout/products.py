@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from worker.training.failures import OUT_OF_MEMORY, classify, one_line
+from worker.training.failures import OUT_OF_MEMORY, classify_error, one_line
 from worker.training.model.dropout.mask import HALF, kept_values, scale_of, threshold_of
 
 _ROWS = 64
@@ -59,19 +59,23 @@ class TorchProducts:
     """The products computed by torch, with a mask."""
 
     def project(self, x: torch.Tensor, down: torch.Tensor, seed: torch.Tensor, rate: float) -> torch.Tensor:
-        product = _keep(_wide(x.to(down.dtype)), seed, rate) @ _wide(down).t()
+        product = _zero_dropped(_to_float32(x.to(down.dtype)), seed, rate) @ _to_float32(down).t()
         return (product * scale_of(rate)).to(down.dtype)
 
     def project_gradient(
         self, x: torch.Tensor, hidden_grad: torch.Tensor, seed: torch.Tensor, rate: float
     ) -> torch.Tensor:
-        return _wide(hidden_grad).t() @ _keep(_wide(x.to(hidden_grad.dtype)), seed, rate) * scale_of(rate)
+        return (
+            _to_float32(hidden_grad).t()
+            @ _zero_dropped(_to_float32(x.to(hidden_grad.dtype)), seed, rate)
+            * scale_of(rate)
+        )
 
     def add_input_gradient(
         self, x_grad: torch.Tensor, hidden_grad: torch.Tensor, down: torch.Tensor, seed: torch.Tensor, rate: float
     ) -> None:
-        change = _keep(_wide(hidden_grad) @ _wide(down), seed, rate) * scale_of(rate)
-        x_grad.copy_(_wide(x_grad) + change)
+        change = _zero_dropped(_to_float32(hidden_grad) @ _to_float32(down), seed, rate) * scale_of(rate)
+        x_grad.copy_(_to_float32(x_grad) + change)
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,11 @@ class TritonProducts:
         x, down = _with_whole_rows(x), down.contiguous()
         (rows, columns), rank = x.shape, down.shape[0]
         blocks = _ceil_divide(rows, _ROWS)
-        tiles_each, shares = _divide(_ceil_divide(columns, 2 * HALF), _PROGRAMS // max(blocks, 1))
+        tiles_each, shares = _divide_tiles(_ceil_divide(columns, 2 * HALF), _PROGRAMS // max(blocks, 1))
         result = x.new_empty((shares, rows, rank), dtype=down.dtype if shares == 1 else torch.float32)
         self.kernels.project[blocks, shares](
             x, down, result, seed, rows, columns, rank, x.stride(0), tiles_each, threshold_of(rate), scale_of(rate),
-            **_options(rank),
+            **_kernel_options(rank),
         )  # fmt: skip
         return result[0] if shares == 1 else result.sum(0).to(down.dtype)
 
@@ -98,11 +102,11 @@ class TritonProducts:
         x, hidden_grad = _with_whole_rows(x), hidden_grad.contiguous()
         (rows, columns), rank = x.shape, hidden_grad.shape[1]
         tiles = _ceil_divide(columns, 2 * HALF)
-        blocks_each, shares = _divide(_ceil_divide(rows, _ROWS), _GRADIENT_PROGRAMS // tiles)
+        blocks_each, shares = _divide_tiles(_ceil_divide(rows, _ROWS), _GRADIENT_PROGRAMS // tiles)
         result = x.new_empty((shares, rank, columns), dtype=torch.float32)
         self.kernels.project_gradient[tiles * shares,](
             x, hidden_grad, result, seed, rows, columns, rank, x.stride(0), blocks_each, threshold_of(rate),
-            scale_of(rate), **_options(rank),
+            scale_of(rate), **_kernel_options(rank),
         )  # fmt: skip
         return result[0] if shares == 1 else result.sum(0)
 
@@ -112,15 +116,15 @@ class TritonProducts:
         (rows, columns), rank = x_grad.shape, down.shape[0]
         self.kernels.add_input_gradient[_ceil_divide(rows, _ROWS) * _ceil_divide(columns, 2 * HALF),](
             x_grad.view(-1), hidden_grad.contiguous(), down.contiguous(), seed, rows, columns, rank, threshold_of(rate),
-            scale_of(rate), **_options(rank),
+            scale_of(rate), **_kernel_options(rank),
         )  # fmt: skip
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def _to_float32(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _keep(values: torch.Tensor, seed: torch.Tensor, rate: float) -> torch.Tensor:
+def _zero_dropped(values: torch.Tensor, seed: torch.Tensor, rate: float) -> torch.Tensor:
     return torch.where(kept_values(seed, values.shape[0], values.shape[1], rate), values, 0.0)
 
 
@@ -132,7 +136,7 @@ def _ceil_divide(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _divide(number: int, most_shares: int) -> tuple[int, int]:
+def _divide_tiles(number: int, most_shares: int) -> tuple[int, int]:
     """Divide tiles among at most so many programs; return how many each has, and how many programs there are."""
     each = max(_ceil_divide(number, max(most_shares, 1)), _LEAST_TILES)
     return each, max(_ceil_divide(number, each), 1)
@@ -142,7 +146,7 @@ def _padded_rank(rank: int) -> int:
     return max(1 << (rank - 1).bit_length(), _SMALLEST_RANK)
 
 
-def _options(rank: int) -> dict[str, int]:
+def _kernel_options(rank: int) -> dict[str, int]:
     """Return the sizes of a kernel, the same for all shapes: trying several would delay the start of each run."""
     padded = _padded_rank(rank)
     # With three tiles ahead, wider ones would not fit into the shared memory of small GPUs.
@@ -187,43 +191,43 @@ def kernel_failure(
     try:
         checked = products or _load_kernels()
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            largest = max(_differences(checked, device, rank, dtype, x_dtype))
+            largest = max(_relative_differences(checked, device, rank, dtype, x_dtype))
     except Exception as error:  # missing packages and compilers, and whatever a compiler does not support
-        if classify(error).code == OUT_OF_MEMORY:
+        if classify_error(error).code == OUT_OF_MEMORY:
             raise
         return f"they fail: {one_line(error)}"
     return None if largest <= _CHECKED_TOLERANCE else f"their results differ by {largest:.1g} from those of torch"
 
 
-def _differences(
+def _relative_differences(
     checked: Products, device: torch.device, rank: int, dtype: torch.dtype, x_dtype: torch.dtype
 ) -> Iterator[float]:
     """Compute each product, and yield its relative difference from that of torch."""
     rows, columns = _CHECKED_SHAPE
     generator = torch.Generator(device).manual_seed(0)
 
-    def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    def random_tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    x, x_grad = random(rows, columns, dtype=x_dtype), random(rows, columns, dtype=dtype)
-    down, hidden_grad = random(rank, columns, dtype=dtype), random(rows, rank, dtype=dtype)
+    x, x_grad = random_tensor(rows, columns, dtype=x_dtype), random_tensor(rows, columns, dtype=dtype)
+    down, hidden_grad = random_tensor(rank, columns, dtype=dtype), random_tensor(rows, rank, dtype=dtype)
     seed = torch.tensor([0x0123456789ABCDEF], device=device)
     reference = TorchProducts()
     draw = seed, _CHECKED_RATE
-    yield _difference(checked.project(x, down, *draw), reference.project(x, down, *draw))
+    yield _relative_difference(checked.project(x, down, *draw), reference.project(x, down, *draw))
     narrow = x[:, :_NARROW], down[:, :_NARROW]
-    yield _difference(checked.project(*narrow, *draw), reference.project(*narrow, *draw))
-    yield _difference(
+    yield _relative_difference(checked.project(*narrow, *draw), reference.project(*narrow, *draw))
+    yield _relative_difference(
         checked.project_gradient(x, hidden_grad, *draw), reference.project_gradient(x, hidden_grad, *draw)
     )
     sums = x_grad.clone(), x_grad.clone()
     checked.add_input_gradient(sums[0], hidden_grad, down, *draw)
     reference.add_input_gradient(sums[1], hidden_grad, down, *draw)
-    yield _difference(*sums)
+    yield _relative_difference(*sums)
     dropped = torch.zeros_like(x_grad)
     checked.add_input_gradient(dropped, torch.ones_like(hidden_grad), torch.ones_like(down), *draw)
     yield float(((dropped != 0) != kept_values(seed, rows, columns, _CHECKED_RATE)).any())
 
 
-def _difference(tensor: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative_difference(tensor: torch.Tensor, expected: torch.Tensor) -> float:
     return float((tensor.float() - expected.float()).norm() / expected.float().norm())

@@ -29,15 +29,15 @@ def divide_experts(model: torch.nn.Module, mesh: DeviceMesh, count: int, alive: 
     groups = init_device_mesh(
         mesh.device_type, (mesh.size() // count, count, 1), mesh_dim_names=("copies", "experts", "alone")
     )
-    found: set[Any] = set()
+    parameters: set[Any] = set()
     for module in expert_modules(model):
         _Experts(module, mesh, groups)
-        found.update(module.parameters(recurse=False))
+        parameters.update(module.parameters(recurse=False))
         alive()
-    return found
+    return parameters
 
 
-def obstacle(model: Any, devices: int, count: int) -> str | None:
+def division_obstacle(model: Any, devices: int, count: int) -> str | None:
     """Return a clause that says why the experts of a model cannot be divided in this way; None if they can."""
     kind = getattr(model.config.get_text_config(), "model_type", None)
     if kind not in MODEL_TYPES:
@@ -66,20 +66,22 @@ class _Experts:
         self._places = part % count * self._own + part // count * each + within
         for name, parameter in list(module.named_parameters(recurse=False)):
             first = mesh.get_local_rank() * each
-            kept = parameter.detach()[first : first + each].to(mesh.device_type, copy=True)
-            divided = DTensor.from_local(kept, mesh, [Shard(0)], run_check=False)
+            own_experts = parameter.detach()[first : first + each].to(mesh.device_type, copy=True)
+            divided = DTensor.from_local(own_experts, mesh, [Shard(0)], run_check=False)
             setattr(module, name, torch.nn.Parameter(divided, requires_grad=parameter.requires_grad))
         self._exchange = AllToAllEP(module, groups["experts"], groups["alone"])
         self._exchange.num_local_experts = self._own
-        self._exchange.experts_forward = self._compute
-        module.forward = self._forward
+        self._exchange.experts_forward = self._compute_tokens
+        module.forward = self._forward_tokens
 
-    def _forward(self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _forward_tokens(
+        self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         places = self._places = self._places.to(experts.device)
-        found: torch.Tensor = self._exchange(hidden_states, places[experts], weights)
-        return found.to(hidden_states.dtype)
+        outputs: torch.Tensor = self._exchange(hidden_states, places[experts], weights)
+        return outputs.to(hidden_states.dtype)
 
-    def _compute(self, *inputs: torch.Tensor) -> Any:
+    def _compute_tokens(self, *inputs: torch.Tensor) -> Any:
         """Compute tokens with this rank's experts; gathered ones are released, and gathered again backward."""
         if self._copies.size() > 1 and torch.is_grad_enabled():
             return checkpoint(self._compute_own, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -87,15 +89,15 @@ class _Experts:
 
     def _compute_own(self, *inputs: torch.Tensor) -> Any:
         module, number = self._module, self._module.num_experts
-        kept = dict(module._parameters)
+        parameters = dict(module._parameters)
         module._parameters.update(
-            {name: _Gathered.apply(one.to_local(), self._copies, self._ranks) for name, one in kept.items()}
+            {name: _Gathered.apply(one.to_local(), self._copies, self._ranks) for name, one in parameters.items()}
         )
         module.num_experts = self._own
         try:
             return self._compute_all(*inputs)
         finally:
-            module._parameters.update(kept)
+            module._parameters.update(parameters)
             module.num_experts = number
 
 
@@ -106,12 +108,12 @@ class _Gathered(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, kept: torch.Tensor, copies: DeviceMesh, ranks: int) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, copies: DeviceMesh, ranks: int) -> torch.Tensor:
         ctx.copies, ctx.ranks = copies, ranks
         if copies.size() == 1:
-            return kept.view_as(kept)
-        gathered = kept.new_empty(copies.size() * len(kept), *kept.shape[1:])
-        dist.all_gather_single(gathered, kept.contiguous(), group=copies.get_group())
+            return part.view_as(part)
+        gathered = part.new_empty(copies.size() * len(part), *part.shape[1:])
+        dist.all_gather_single(gathered, part.contiguous(), group=copies.get_group())
         return gathered
 
     @staticmethod

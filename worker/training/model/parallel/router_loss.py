@@ -31,7 +31,7 @@ class RouterLoss:
         if hasattr(own, _NAME) and inspect.getsource(getattr(own, _NAME)) == inspect.getsource(self._alone):
             modules.append(own)
         for module in modules:
-            setattr(module, _NAME, self._loss)
+            setattr(module, _NAME, self._auxiliary_loss)
 
     @contextmanager
     def over_ranks(self, *, counts: bool, in_evaluation: bool = False) -> Iterator[None]:
@@ -46,7 +46,7 @@ class RouterLoss:
         finally:
             self._is_shared = False
 
-    def _loss(
+    def _auxiliary_loss(
         self,
         gate_logits: Any,
         num_experts: int | None = None,
@@ -77,14 +77,14 @@ class _SumOverRanks(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _summed(tensor)
+        return _sum_over_ranks(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return _summed(gradients[0])
+        return _sum_over_ranks(gradients[0])
 
 
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total

@@ -44,7 +44,7 @@ class SequenceParallel:
             TrainingFailure: `config_error`, if the attention of this model cannot be divided.
         """
         self._count, self._part, self._ranks = ranks.per_sequence, ranks.sequence_parallel_rank, ranks
-        if (obstacle := _obstacle(model, ranks.size, self._count)) is not None:
+        if (obstacle := _division_obstacle(model, ranks.size, self._count)) is not None:
             raise TrainingFailure("config_error", f"`resources.sequence_parallel` is {self._count}, but {obstacle}.")
         for first in range(0, ranks.size, self._count):
             # Every rank takes part in creating each.
@@ -56,11 +56,11 @@ class SequenceParallel:
         name = model.config._attn_implementation
         self._kernel: Callable[..., Any] = AttentionInterface()[name]
         self._kernel_mask: Callable[..., Any] = AttentionMaskInterface()[name]
-        AttentionInterface.register(name, self._attend)
-        AttentionMaskInterface.register(name, self._mask)
+        AttentionInterface.register(name, self._compute_attention)
+        AttentionMaskInterface.register(name, self._create_mask)
 
     @contextmanager
-    def over(self, whole: WholeSequences) -> Iterator[None]:
+    def divide_during(self, whole: WholeSequences) -> Iterator[None]:
         """During the block, which contains the backward pass, sequences are divided; otherwise each rank is alone."""
         self._whole = whole
         self._texts = None if whole.mask is not None else find_packed_sequence_indices(whole.positions)
@@ -69,7 +69,9 @@ class SequenceParallel:
         finally:
             self._whole = self._texts = None
 
-    def check(self, model: Any, text: Sequence[int], autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+    def check_logits(
+        self, model: Any, text: Sequence[int], autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         """Compare the logits of a text that is divided with those of the same text on each rank alone.
 
         The second half of the text is at the last positions that the model knows, so that what depends on the length
@@ -86,18 +88,18 @@ class SequenceParallel:
         mask = torch.ones_like(ids)
         own = slice(*(length * one // self._count for one in (self._part, self._part + 1)))
 
-        def logits(part: slice) -> torch.Tensor:
+        def compute_logits(part: slice) -> torch.Tensor:
             inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-            found = model(**{name: one[:, part] for name, one in inputs.items()}, use_cache=False).logits
-            return found.float()
+            output = model(**{name: one[:, part] for name, one in inputs.items()}, use_cache=False).logits
+            return output.float()
 
         trains = model.training
         model.eval()
         try:
             with torch.no_grad(), autocast():
-                alone = logits(slice(None))[:, own]
-                with self.over(WholeSequences(positions, mask, {})):
-                    divided = logits(own)
+                alone = compute_logits(slice(None))[:, own]
+                with self.divide_during(WholeSequences(positions, mask, {})):
+                    divided = compute_logits(own)
                 is_exact = not torch.is_autocast_enabled()
         except (torch.OutOfMemoryError, dist.DistError):
             raise
@@ -107,12 +109,12 @@ class SequenceParallel:
             model.train(trains)
         is_exact = is_exact and all(one.dtype == torch.float32 for one in model.parameters())
         difference = float((divided - alone).norm() / alone.norm())
-        found = self._ranks.gathered(difference)
+        differences = self._ranks.gather_values(difference)
         limit = _TOLERANCE if is_exact else _TOLERANCE_16_BIT
-        if not all(one <= limit for one in found):  # NaN is none
-            raise TrainingFailure("config_error", _divides_otherwise(f"its logits differ by {max(found):.1g}"))
+        if not all(one <= limit for one in differences):  # NaN is none
+            raise TrainingFailure("config_error", _divides_otherwise(f"its logits differ by {max(differences):.1g}"))
 
-    def _attend(
+    def _compute_attention(
         self,
         module: Any,
         query: torch.Tensor,
@@ -128,12 +130,12 @@ class SequenceParallel:
             if repeats > 1:  # fewer heads of keys and values than ranks, or a number that cannot be divided
                 key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
                 module = _SharedHeads(module, query.shape[1] // key.shape[1])
-            query, key, value = (self._exchange(one, 1, 2) for one in (query, key, value))
+            query, key, value = (self._exchange_parts(one, 1, 2) for one in (query, key, value))
             options |= {"position_ids": whole.positions, **whole.kernel_options}
         out, _ = self._kernel(module, query, key, value, attention_mask, **options)
-        return (out if whole is None else self._exchange(out, 1, 2)), None
+        return (out if whole is None else self._exchange_parts(out, 1, 2)), None
 
-    def _mask(
+    def _create_mask(
         self,
         *,
         q_length: int,
@@ -158,7 +160,7 @@ class SequenceParallel:
             **options,
         )
 
-    def _exchange(self, tensor: torch.Tensor, split: int, join: int) -> torch.Tensor:
+    def _exchange_parts(self, tensor: torch.Tensor, split: int, join: int) -> torch.Tensor:
         exchanged: torch.Tensor = _Exchange.apply(tensor, self._group, self._count, split, join)
         return exchanged
 
@@ -169,14 +171,14 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any, count: int, split: int, join: int) -> torch.Tensor:
         ctx.back = group, count, join, split
-        return _exchanged(tensor, group, count, split, join)
+        return _exchange_tensor(tensor, group, count, split, join)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return _exchanged(gradients[0], *ctx.back), None, None, None, None
+        return _exchange_tensor(gradients[0], *ctx.back), None, None, None, None
 
 
-def _exchanged(tensor: torch.Tensor, group: Any, count: int, split: int, join: int) -> torch.Tensor:
+def _exchange_tensor(tensor: torch.Tensor, group: Any, count: int, split: int, join: int) -> torch.Tensor:
     sent = torch.stack(tensor.chunk(count, dim=split))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
@@ -201,9 +203,9 @@ def _divides_otherwise(how: str) -> str:
     )
 
 
-def _obstacle(model: Any, devices: int, count: int) -> str | None:
+def _division_obstacle(model: Any, devices: int, count: int) -> str | None:
     """Return a clause that says why the configuration of a model rules out the division; None if it does not."""
-    kernel, heads = model.config._attn_implementation, _heads(model)
+    kernel, heads = model.config._attn_implementation, _head_count(model)
     if kernel not in _KERNELS:
         return f"its attention is `{kernel}`, which cannot be divided; set `attn_implementation` to `sdpa`"
     if (obstacle := _obstacle_of_any_division(model)) is not None:
@@ -212,14 +214,14 @@ def _obstacle(model: Any, devices: int, count: int) -> str | None:
     return f"it {undivided}" if undivided is not None else None
 
 
-def _heads(model: Any) -> Any:
+def _head_count(model: Any) -> Any:
     return getattr(model.config.get_text_config(), "num_attention_heads", None)
 
 
 def _obstacle_of_any_division(model: Any) -> str | None:
     config = model.config.get_text_config()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(_heads(model), int):
+    if not isinstance(_head_count(model), int):
         return "the number of attention heads of this model is not known"
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         return "this model takes no positions"

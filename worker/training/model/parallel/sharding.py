@@ -74,7 +74,7 @@ class Sharding:
         Every rank takes part. One tensor at a time is whole on the devices.
         """
         self.reshard()
-        found: dict[int, torch.Tensor] = {}
+        gathered: dict[int, torch.Tensor] = {}
         names: dict[str, int] = {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor) or (
@@ -82,11 +82,11 @@ class Sharding:
             ):
                 continue
             names[name] = id(tensor)  # tied weights have several names
-            if id(tensor) not in found:
-                whole = full(tensor.detach())
+            if id(tensor) not in gathered:
+                whole = gather_full(tensor.detach())
                 alive()
-                found[id(tensor)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
-        return {name: found[one] for name, one in names.items()} if keep else {}
+                gathered[id(tensor)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
+        return {name: gathered[one] for name, one in names.items()} if keep else {}
 
     def optimizer_parts(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], "Layouts"]:
         """Return this rank's part of the optimizer state by parameter name, and the layout of the whole."""
@@ -100,7 +100,7 @@ class Sharding:
             for name, value in state.items()
             if isinstance(value, DTensor)
         }
-        return {name: local(value) for name, value in state.items()}, layouts
+        return {name: local_part(value) for name, value in state.items()}, layouts
 
     def save_optimizer(self, parts: Mapping[str, torch.Tensor], layouts: "Layouts", folder: Path) -> None:
         """Write the parts of all ranks, in host memory, to a checkpoint; any thread may, with its peers on all ranks.
@@ -144,9 +144,9 @@ def _bring_to_rank_0(folder: Path, group: dist.ProcessGroup) -> None:
     for source, files in enumerate(written):
         for name in (name for name in files if name in unseen[0]):
             if rank == source:
-                _send(folder / name, files[name], group)
+                _send_file(folder / name, files[name], group)
             elif rank == 0:
-                failure = _receive(folder / name, files[name], source, group, failure)
+                failure = _receive_file(folder / name, files[name], source, group, failure)
     if failure is not None:
         raise failure
     if own and unseen[0]:
@@ -155,7 +155,7 @@ def _bring_to_rank_0(folder: Path, group: dist.ProcessGroup) -> None:
             folder.parent.rmdir()
 
 
-def _send(path: Path, size: int, group: dist.ProcessGroup) -> None:
+def _send_file(path: Path, size: int, group: dist.ProcessGroup) -> None:
     with path.open("rb") as file:
         for begin in range(0, size, _PIECE_BYTES):
             piece = bytearray(file.read(min(_PIECE_BYTES, size - begin)))
@@ -163,7 +163,9 @@ def _send(path: Path, size: int, group: dist.ProcessGroup) -> None:
     path.unlink()
 
 
-def _receive(path: Path, size: int, source: int, group: dist.ProcessGroup, failure: OSError | None) -> OSError | None:
+def _receive_file(
+    path: Path, size: int, source: int, group: dist.ProcessGroup, failure: OSError | None
+) -> OSError | None:
     """Receive a file to its end, even if it cannot be written; return that failure, or the one before."""
     staging = path.with_name(f".{path.name}.tmp")
     for begin in range(0, size, _PIECE_BYTES):
@@ -195,7 +197,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
     The contents of a checkpoint must have been verified: its metadata is a pickle.
     """
     if not has_parts(checkpoint):
-        _distribute(optimizer, torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
+        _distribute_state(optimizer, torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
         return
     reader = dcp.FileSystemReader(str(checkpoint / OPTIMIZER_FOLDER))
     saved = reader.read_metadata().state_dict_metadata
@@ -212,10 +214,10 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, che
     for key, value in state.items():
         name, _, part = key.rpartition(".")
         parameter = parameters[name]
-        optimizer.state[parameter][part] = _placed(value, part, parameter, groups[parameter])
+        optimizer.state[parameter][part] = _place_value(value, part, parameter, groups[parameter])
 
 
-def _distribute(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _distribute_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Give each rank its part of the whole optimizer state that a run on one device, or on replicas, has saved."""
     for group, numbers in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for parameter, number in zip(group["params"], numbers["params"], strict=True):
@@ -223,10 +225,10 @@ def _distribute(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> N
                 if value.shape == parameter.shape:
                     whole = value.to(parameter.device)
                     value = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                optimizer.state[parameter][part] = _placed(value, part, parameter, group)
+                optimizer.state[parameter][part] = _place_value(value, part, parameter, group)
 
 
-def _placed(value: torch.Tensor, part: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+def _place_value(value: torch.Tensor, part: str, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """Return a part of the state where the optimizer expects it, as `Optimizer.load_state_dict` places it.
 
     Fused and capturable optimizers count steps on the device of the parameter, all others on the CPU.
@@ -236,12 +238,12 @@ def _placed(value: torch.Tensor, part: str, parameter: torch.Tensor, group: Mapp
     return value
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, or all of one that is not divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor: Any) -> Any:
+def gather_full(tensor: Any) -> Any:
     """Gather a divided tensor on every rank; return anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -32,8 +32,8 @@ class _Programs:
         assert (x.stride(0), tuple(down.shape)) == (stride, (rank, columns)) and options["RANK"] >= rank
         own = slice(block * options["ROWS"], (block + 1) * options["ROWS"])
         summed = slice(share * tiles_each * 128, (share + 1) * tiles_each * 128)
-        kept = kept_values(seed, rows, columns, threshold / 65536)
-        result[share, own] = (torch.where(kept, x, 0).float()[own, summed] @ down.float()[:, summed].t() * scale).to(
+        mask = kept_values(seed, rows, columns, threshold / 65536)
+        result[share, own] = (torch.where(mask, x, 0).float()[own, summed] @ down.float()[:, summed].t() * scale).to(
             result.dtype
         )
 
@@ -45,8 +45,8 @@ class _Programs:
         share, tile = divmod(place[0], -(-columns // 128))
         summed = slice(share * blocks_each * options["ROWS"], (share + 1) * blocks_each * options["ROWS"])
         own = slice(tile * 128, (tile + 1) * 128)
-        kept = kept_values(seed, rows, columns, threshold / 65536)
-        result[share, :, own] = hidden_grad.float()[summed].t() @ torch.where(kept, x, 0).float()[summed, own] * scale
+        mask = kept_values(seed, rows, columns, threshold / 65536)
+        result[share, :, own] = hidden_grad.float()[summed].t() @ torch.where(mask, x, 0).float()[summed, own] * scale
 
     @staticmethod
     def _add_input_gradient(
@@ -55,9 +55,9 @@ class _Programs:
     ) -> None:  # fmt: skip
         block, tile = divmod(place[0], -(-columns // 128))
         own = slice(block * options["ROWS"], (block + 1) * options["ROWS"]), slice(tile * 128, (tile + 1) * 128)
-        kept = kept_values(seed, rows, columns, threshold / 65536)
+        mask = kept_values(seed, rows, columns, threshold / 65536)
         x_grad = x_grad.view(rows, columns)
-        change = torch.where(kept, hidden_grad.float() @ down.float(), 0)[own] * scale
+        change = torch.where(mask, hidden_grad.float() @ down.float(), 0)[own] * scale
         x_grad[own] = (x_grad[own].float() + change).to(x_grad.dtype)
 
 
