@@ -67,13 +67,13 @@ def find_machine(settings: Settings) -> Machine:
     memory = psutil.virtual_memory().total
     machine_gpus = list_gpus()
     if machine_gpus:
-        wanted = settings.slots or len(machine_gpus)
-        if wanted > len(machine_gpus):
+        slot_count = settings.slots or len(machine_gpus)
+        if slot_count > len(machine_gpus):
             raise ValueError(
-                f"ANNEAL_SLOTS={wanted}, but this machine has {len(machine_gpus)} GPUs and each run needs its own. "
+                f"ANNEAL_SLOTS={slot_count}, but this machine has {len(machine_gpus)} GPUs and each run needs its own. "
                 f"Set ANNEAL_SLOTS to {len(machine_gpus)} or less."
             )
-        return Machine(machine_gpus[:wanted], memory)
+        return Machine(machine_gpus[:slot_count], memory)
     slots = settings.slots or 1
     cpu = tuple(Device("cpu", index, f"cpu-{index}", _cpu_name(), memory // slots) for index in range(slots))
     return Machine(cpu, memory)
@@ -101,10 +101,10 @@ def has_gpu() -> bool:
 
 def compute_capability(index: int) -> tuple[int, int]:
     """Return the compute capability of the visible GPU `index`; raise IndexError if there is none."""
-    found = list_gpus()[index].capability
-    if found is None:
+    version = list_gpus()[index].capability
+    if version is None:
         raise IndexError(index)
-    return found
+    return version
 
 
 def memory_use(device: Device) -> tuple[int, int] | None:

@@ -155,10 +155,10 @@ class WorkingCopy:
         with self._trimming:
             self._make_folders()
             self._remove_leftovers()
-            entries = sorted(self._list_entries(), key=lambda one: one.used_at)
+            entries = sorted(self._list_entries(), key=lambda entry: entry.used_at)
             total = sum(one.bytes for one in entries)
             deleted, unsent = self._deleted_entries(entries), self._unsent_attempts(entries)
-            for entry in sorted(entries, key=lambda one: (one.folder not in deleted, one.used_at)):
+            for entry in sorted(entries, key=lambda other: (other.folder not in deleted, other.used_at)):
                 is_over = total + incoming_bytes > self._limit or self._disk_space.shortage_reason(incoming_bytes)
                 if entry.folder in deleted or (is_over and entry.folder not in unsent):
                     with skipping_errors(log, "cannot remove %s from the working copy", entry.folder):
