@@ -193,7 +193,9 @@ class _Delivery:
         self._writer.enqueue_item(NewEvent.from_payload("progress", time.time(), progress))
 
     def _log_line(self, line: str, level: str) -> None:
-        self._writer.enqueue_item(NewEvent.from_payload("log", time.time(), {"line": line, "stream": "anneal", "level": level}))
+        self._writer.enqueue_item(
+            NewEvent.from_payload("log", time.time(), {"line": line, "stream": "anneal", "level": level})
+        )
 
     def _store_hashes(self, **values: str) -> None:
         """Store the hash of a manifest in the attempt's row, unless another worker owns the run by now."""

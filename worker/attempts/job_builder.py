@@ -381,7 +381,10 @@ def secrets_of(
         variables |= _TRACKER_SECRETS.get(tracker, {})
     try:
         return (
-            {variables[name]: value for name, value in store.read_secrets(connection, context.settings, variables).items()}
+            {
+                variables[name]: value
+                for name, value in store.read_secrets(connection, context.settings, variables).items()
+            }
             if variables
             else {}
         )

@@ -275,7 +275,9 @@ class CheckpointUploader:
             return
         why = "; ".join(wrong[:3])
         with self._engine.begin() as connection:
-            is_ours = connection.execute(uploads.claim_upload(checkpoint.id, self._started[checkpoint.id])).one_or_none()
+            is_ours = connection.execute(
+                uploads.claim_upload(checkpoint.id, self._started[checkpoint.id])
+            ).one_or_none()
             if is_ours is None:
                 return
             self._started[checkpoint.id] = is_ours.replica_started_at

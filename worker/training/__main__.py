@@ -136,7 +136,9 @@ def _train_job(
         text = " ".join(problem.message for problem in errors) or str(error)
         raise TrainingFailure("config_error", text) from error
     is_sharded = job.sharded and ranks.size > 1
-    effective = resolve_config(requested, user_set_fields, machine, sharded=is_sharded, dataset_format=job.dataset.format)
+    effective = resolve_config(
+        requested, user_set_fields, machine, sharded=is_sharded, dataset_format=job.dataset.format
+    )
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
         if (obstacle := division_obstacle(job.sequence_parallel, ranks.size, None)) is not None:
