@@ -7,13 +7,13 @@ _RETENTION = "app/runs/checkpoints/retention.py"
 _DURABLE = "tests/worker/training/checkpointing/test_durability.py"
 _KEPT = "tests/app/runs/checkpoints/test_retention.py"
 
-_SYNC_FILES = """    for path in _files(staging):
+_SYNC_FILES = """    for path in _list_files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
         path.chmod(0o644)
-        _sync(path)
+        _sync_to_disk(path)
         alive()
-    for folder in {staging, *(path.parent for path in _files(staging))}:
-        _sync(folder)
+    for folder in {staging, *(path.parent for path in _list_files(staging))}:
+        _sync_to_disk(folder)
 """
 _RENAME = """    aside = aside or final.with_name(f".{final.name}.old")
     remove_tree(aside, ignore_errors=True)
@@ -224,7 +224,7 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/checkpoint_store/working_copy.py",
-                "            if folder.is_dir() and not differences(folder, {path.name: (size, sha256)}, check):\n",
+                "            if folder.is_dir() and not find_differences(folder, {path.name: (size, sha256)}, check):\n",
                 "            if path.exists():\n",
             ),
         ),
