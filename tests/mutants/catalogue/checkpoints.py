@@ -224,8 +224,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/checkpoint_store/working_copy.py",
-                "            if folder.is_dir() and not find_differences(folder, {path.name: (size, sha256)}, check):\n",
-                "            if path.exists():\n",
+                "if folder.is_dir() and not find_differences(folder, {path.name: (size, sha256)}, check):",
+                "if path.exists():",
             ),
         ),
         test="tests/worker/checkpoint_store/test_working_copy.py::TestADataset"
