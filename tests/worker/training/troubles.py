@@ -86,7 +86,7 @@ def follow(course: Any) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no evaluation today")
 
-    for owner, name, instead in ((Journal, "step", step), (ServiceTrainerMixin, "evaluation_loop", evaluation_loop)):
+    for owner, name, instead in ((Journal, "record_step", step), (ServiceTrainerMixin, "evaluation_loop", evaluation_loop)):
         setattr(owner, name, instead)
 
 
