@@ -88,7 +88,7 @@ def test_a_worker_reports_each_attempt_as_a_span(
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0, "otlp_endpoint": collector}))
     done = machine.complete(run.id, run.lease_epoch, None, "training is complete")
-    monkeypatch.setattr(supervisor, "attempt", lambda *_: done)
+    monkeypatch.setattr(supervisor, "run_attempt", lambda *_: done)
     supervisor.supervise_run(context, run, time.monotonic())
     context.tracing.close()
     context.engine.dispose()
