@@ -86,8 +86,8 @@ def follow(course: Any) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no evaluation today")
 
-    for owner, name, instead in ((Journal, "record_step", step), (ServiceTrainerMixin, "evaluation_loop", evaluation_loop)):
-        setattr(owner, name, instead)
+    Journal.record_step = step  # type: ignore[method-assign]
+    ServiceTrainerMixin.evaluation_loop = evaluation_loop
 
 
 def _leave_half(name: str, arguments: tuple[Any, ...]) -> None:
