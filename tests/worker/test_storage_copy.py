@@ -114,7 +114,7 @@ def test_each_host_with_a_storage_of_its_own_adds_what_the_store_lacks_and_chang
         assert None not in connection.scalars(select(Checkpoint.replicated_at)).all()
 
 
-def test_what_is_damaged_is_named_and_the_rest_is_copied(service: Service) -> None:
+def test_damaged_files_are_named_and_the_others_copied(service: Service) -> None:
     storage = Storage(service.settings)
     (storage.checkpoint_dir(service.run_id, 1, 5) / "weights").write_bytes(b"other")
     storage.dataset_file(service.dataset, "jsonl").write_bytes(b"x")
@@ -127,7 +127,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_copied(service: Service) -> No
     assert not list(Path(service.url.removeprefix("file://")).rglob("data.jsonl"))
 
 
-def test_one_that_was_interrupted_is_not_taken_for_a_whole_one(
+def test_interrupted_copy_is_not_taken_for_a_complete_one(
     service: Service, share: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> str:

@@ -167,14 +167,14 @@ MUTANTS = (
                 "        path.chmod(0o644)\n        if path.name != MANIFEST:\n            _sync_to_disk(path)\n",
             ),
         ),
-        test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
+        test=f"{_DURABLE}::TestAWholeRun::test_checkpoints_of_the_fake_trainer_are_durable",
     ),
     Mutant(
         name="name-not-on-the-disk",
         promises=(11,),
         about="A checkpoint is reported before its rename is durable.",
         changes=(Change(_MANIFEST, "    _sync_to_disk(final.parent)\n", ""),),
-        test=f"{_DURABLE}::TestAWholeRun::test_of_the_fake_trainer",
+        test=f"{_DURABLE}::TestAWholeRun::test_checkpoints_of_the_fake_trainer_are_durable",
     ),
     Mutant(
         name="half-a-checkpoint-stays",

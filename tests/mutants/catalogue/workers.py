@@ -148,6 +148,6 @@ MUTANTS = (
         changes=(
             Change("worker/ingest/spool.py", "if not self._rest and self._head_has_room:", "if self._head_has_room:"),
         ),
-        test="tests/worker/ingest/test_spool.py::test_order_and_content_are_kept_whatever_waits_where",
+        test="tests/worker/ingest/test_spool.py::test_order_and_content_do_not_depend_on_where_events_wait",
     ),
 )

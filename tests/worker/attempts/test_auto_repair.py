@@ -76,7 +76,7 @@ def test_a_checkpoint_is_condemned_when_trouble_comes_again_behind_it_and_no_row
     assert f"back to the checkpoint of step {50 if bad else 100}" in reported.reason
 
 
-def test_not_the_last_good_one_nor_a_pinned_one(lab: Lab) -> None:
+def test_last_good_or_pinned_checkpoint_is_not_marked_corrupt(lab: Lab) -> None:
     last = lab.trainer.checkpoint(100)
     lab.trouble(105, [])
     lab.begins_at(100)
@@ -90,7 +90,7 @@ def test_not_the_last_good_one_nor_a_pinned_one(lab: Lab) -> None:
     assert lab.bad() == []
 
 
-def test_not_one_that_the_attempt_has_never_been_at(lab: Lab) -> None:
+def test_checkpoint_where_the_attempt_did_not_start_is_not_marked_corrupt(lab: Lab) -> None:
     """It lies on another machine, so the attempt began anew."""
     for step in (50, 100):
         lab.trainer.checkpoint(step)

@@ -87,7 +87,7 @@ def test_a_gpu_on_which_the_check_failed_takes_no_run_and_the_others_do(
 
 
 class TestClaimsAtOnce:
-    def test_that_did_wait_for_each_other_are_repeated_and_blame_no_database(
+    def test_claims_that_waited_for_each_other_are_repeated_without_blaming_the_database(
         self, context: WorkerContext, engine: Engine, caplog: pytest.LogCaptureFixture
     ) -> None:
         locked = text("SELECT 1 FROM devices WHERE index = :index FOR UPDATE")

@@ -197,7 +197,7 @@ def reason_of(lab: Lab) -> str:
     return str([one for one in changes if one["to"] == "pending"][-1]["reason"])  # type: ignore[index]
 
 
-def test_what_another_worker_owns_is_not_sent_on(lab: Lab) -> None:
+def test_output_of_a_run_owned_by_another_worker_is_not_sent(lab: Lab) -> None:
     lab.lease.fenced = True
     with lab.engine.begin() as connection:
         connection.execute(machine.retry(lab.run.id, lab.run.lease_epoch, "lost", 0.0))

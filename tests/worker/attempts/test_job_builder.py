@@ -299,7 +299,7 @@ def test_base_of_a_downloaded_output_below_the_models_root_is_found_on_this_mach
     assert (source and source["path"]) == (places[base] and str(places[base]))
 
 
-def test_of_other_methods_it_names_none(lab: Lab) -> None:
+def test_job_of_other_methods_names_no_reward_model(lab: Lab) -> None:
     lab.trainer.complete()
     assert _prepared(lab, {"method": "dpo", "rlhf": {"rewards": []}})[1]["reward_models"] == []
 
@@ -361,7 +361,7 @@ class TestTokenCache:
         assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (user.pw_uid, 0o700)
         assert folder.parent.stat().st_uid == os.getuid(), "the trainer can put nothing in the place of the folder"
 
-    def test_without_room_there_is_none(self, lab: Lab) -> None:
+    def test_job_without_room_for_a_cache_has_no_token_cache(self, lab: Lab) -> None:
         lab.context.settings = lab.context.settings.model_copy(update={"token_cache_bytes": 0})
         assert lab.next_attempt()[1]["token_cache"] is None
 

@@ -43,7 +43,7 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     assert [one.stop.mode for one in sent] == ["checkpoint", "discard"]
 
 
-def test_to_ask_for_the_same_once_more_gives_no_more_time(now: list[float]) -> None:
+def test_repeated_stop_request_does_not_extend_the_grace_period(now: list[float]) -> None:
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     context.draining.set()

@@ -259,7 +259,7 @@ def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest
     assert calls == (["drain", "settle"] if waits else [])
 
 
-def test_what_a_killed_trainer_has_written_by_half_goes_with_it(
+def test_half_written_files_of_a_killed_trainer_are_removed(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is cancelled has no later attempt that would sweep it."""
@@ -320,7 +320,7 @@ class TestEndOfAPart:
         assert self.exit_of(exit_code=75, peer_lost=True) is None
         assert self.exit_of(exit_code=0) is None
 
-    def test_that_of_a_process_is_as_on_this_host(self) -> None:
+    def test_end_of_a_remote_process_is_handled_as_that_of_a_local_one(self) -> None:
         assert self.exit_of(exit_signal=9) == Exit(signal=9, rank=4)
         assert self.exit_of(exit_signal=9, out_of_memory=True) == Exit(signal=9, out_of_memory=True, rank=4)
         failure: dict[str, Any] = {"outcome": "failed", "error": {"code": "bad_data", "message": "no rows"}}

@@ -62,7 +62,7 @@ def test_any_damage_is_found_and_named(
 
 @pytest.mark.parametrize("name", [MANIFEST, "weights"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "endless", "link", "link to a folder"])
-def test_whatever_a_trainer_puts_there_is_refused_at_once(
+def test_special_files_in_a_checkpoint_are_refused_at_once(
     kind: str, name: str, checkpoint: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, digest = checkpoint

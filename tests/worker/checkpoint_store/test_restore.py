@@ -37,9 +37,7 @@ def moved(lab: StoreLab, tmp_path: Path) -> StoreLab:
     return lab
 
 
-def test_what_an_attempt_saves_on_another_machine_is_what_the_next_one_there_goes_on_from(
-    lab: StoreLab, tmp_path: Path
-) -> None:
+def test_attempt_resumes_from_checkpoint_saved_on_another_machine(lab: StoreLab, tmp_path: Path) -> None:
     """The first machine is gone with three checkpoints that it had not sent."""
     for step in (80, 90, 100):
         lab.save(step)
@@ -53,7 +51,7 @@ def test_what_an_attempt_saves_on_another_machine_is_what_the_next_one_there_goe
 
 
 class TestTheNextAttempt:
-    def test_where_nothing_is_goes_on_from_what_is_in_the_store(self, lab: StoreLab, tmp_path: Path) -> None:
+    def test_machine_without_files_resumes_from_the_store(self, lab: StoreLab, tmp_path: Path) -> None:
         lab.save_queued(10)
         newest = lab.save_queued(20)
         written = (newest / "weights").read_bytes()
@@ -111,7 +109,9 @@ class TestTheNextAttempt:
 
 
 class TestACorruptOneInTheStore:
-    def test_of_what_another_machine_may_have_is_sent_again_by_that_one(self, moved: StoreLab, share: Path) -> None:
+    def test_corrupt_copy_in_the_store_is_sent_again_by_the_machine_that_has_the_checkpoint(
+        self, moved: StoreLab, share: Path
+    ) -> None:
         flip(next(share.rglob("checkpoint-20")))
         assert moved.next_attempt()[0].start_step == 10
         assert moved.bad_reasons() == {10: None, 20: None}
@@ -132,7 +132,7 @@ class TestACorruptOneInTheStore:
         assert moved.next_attempt(RestoreControl(lambda: False, repair))[0].start_step == 20
         assert [row.replicated_at is not None for row in moved.rows()] == [True, True]
 
-    def test_of_what_is_damaged_here_too_is_the_end_of_it(self, lab: StoreLab, share: Path) -> None:
+    def test_checkpoint_damaged_here_and_in_the_store_is_given_up(self, lab: StoreLab, share: Path) -> None:
         flipped = lab.save_queued(10)
         lab.uploader.start()
         lab.wait_until_sent(1)
@@ -182,9 +182,7 @@ class TestACheckpointThatIsAway:
         assert pause() is None
 
 
-def test_what_a_dead_worker_fetched_by_half_for_a_run_goes_with_the_next_one_that_resumes_it(
-    lab: StoreLab, engine: Engine
-) -> None:
+def test_half_fetched_files_of_a_dead_worker_are_removed_by_the_next_resume(lab: StoreLab, engine: Engine) -> None:
     whole = lab.save(10)
     parent = lab.trainer.complete()
     child = add_run(engine, parent_run_id=parent.run_id, resume_checkpoint_id=lab.ids[10])

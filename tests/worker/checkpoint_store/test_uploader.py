@@ -72,7 +72,7 @@ def while_it_is_sent(lab: StoreLab, monkeypatch: pytest.MonkeyPatch, happens: Ca
 
 
 class TestOnItsWay:
-    def test_one_that_is_retired_is_sent_no_further_and_no_one_removes_it_under_the_sender(
+    def test_retired_checkpoint_is_sent_no_further_and_removed_only_by_its_sender(
         self, lab: StoreLab, another: CheckpointUploader, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[Any] = []
@@ -123,7 +123,7 @@ class TestOnItsWay:
         another.remove_unneeded()
         assert stored_files(share) == [] and planned_removals() == 0
 
-    def test_what_another_worker_has_gone_on_with_is_left_to_it(
+    def test_checkpoint_that_another_worker_sends_is_left_to_that_worker(
         self, lab: StoreLab, another: CheckpointUploader, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def stands_still() -> None:
@@ -193,7 +193,7 @@ class TestDamage:
 
 
 class TestRounds:
-    def test_what_cannot_be_removed_keeps_nothing_else(
+    def test_failed_removal_does_not_prevent_other_removals(
         self, lab: StoreLab, share: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         for step in (10, 20, 30):
@@ -213,7 +213,9 @@ class TestRounds:
         assert [row.replica_started_at is None for row in lab.rows()] == [False, True, True]
         assert [message for message in caplog.messages if "remain at" in message and "it refuses" in message]
 
-    def test_what_only_a_lost_machine_has_hides_nothing(self, lab: StoreLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_checkpoint_only_on_a_lost_machine_hides_no_other(
+        self, lab: StoreLab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         lab.save(10)
         for step in (20, 30, 40):  # and no folder
             lab.trainer.checkpoint(step)
@@ -275,7 +277,7 @@ class TestTheThread:
         lines = [json.loads(event.data)["line"] for event in said]
         assert len(lines) == 2 and "mount it" in lines[0] and "again" in lines[1]
 
-    def test_what_a_killed_worker_has_not_sent_is_taken_up(self, lab: StoreLab) -> None:
+    def test_checkpoints_not_sent_by_a_killed_worker_are_sent(self, lab: StoreLab) -> None:
         lab.save(10)  # and nobody was told of it
         with lab.engine.begin() as connection:
             connection.execute(
@@ -299,7 +301,7 @@ class TestTheThread:
         eventually(lambda: [row.replica_started_at is None for row in lab.rows()] == [True, True, False])
         assert [path.name for path in share.rglob("checkpoint-*")] == ["checkpoint-30"]
 
-    def test_one_that_is_retired_on_its_way_leaves_nothing(
+    def test_checkpoint_retired_during_upload_leaves_nothing_in_the_store(
         self, lab: StoreLab, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         send = lab.uploader.remote.send_checkpoint

@@ -308,7 +308,7 @@ class TestAWorkerWithAnotherStorage:
         assert (refused.value.code, refused.value.is_transient) == ("bad_data", True)
         assert f"file://{share}" in refused.value.message
 
-    def test_or_one_that_is_away_starts_no_attempt_even_if_all_is_here(
+    def test_unavailable_store_starts_no_attempt_even_if_all_files_are_here(
         self, settings: Settings, engine: Engine, share: Path
     ) -> None:
         lab = StoreLab(settings, engine, share)
@@ -323,7 +323,7 @@ class TestAWorkerWithAnotherStorage:
             lab.next_attempt()
         assert no.value.pause_seconds == 0.0, "another worker may have the right one"
 
-    def test_or_without_permission_keeps_no_other_worker_waiting(
+    def test_store_without_permission_delays_no_other_worker(
         self, settings: Settings, engine: Engine, share: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lab = StoreLab(settings, engine, share)

@@ -231,7 +231,7 @@ class TestStop:
         assert result(said)["why"] == "drain"
         assert said.has("checkpoint")
 
-    def test_one_that_ignores_stops_goes_on(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_trainer_configured_to_ignore_stops_continues(self, launcher: Launcher, tmp_path: Path) -> None:
         said = Run(launcher, tmp_path, max_steps=50, extra={"ignore_stop": True, "step_seconds": 0.01}).start()
         said.until(lambda said: said.has("metric"))
         said.process.send(stop())

@@ -242,7 +242,7 @@ class TestRecords:
         assert len(text) < 200_000
 
     @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b'{"a": 1}', b'{"type": 3}', b"\xff", b"[" * 10**5])
-    def test_what_is_no_record_is_none(self, data: bytes) -> None:
+    def test_invalid_record_is_ignored(self, data: bytes) -> None:
         assert parse_record(data, Redactor()) is None
 
     def test_a_record_is_parsed_and_cleaned(self) -> None:

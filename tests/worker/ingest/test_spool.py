@@ -64,7 +64,7 @@ actions = st.lists(st.one_of(items, st.integers(1, 6)), max_size=80)
     limits=Limits(1, 300, 1500, 4, 400),
     refused_writes=set(),
 )
-def test_order_and_content_are_kept_whatever_waits_where(
+def test_order_and_content_do_not_depend_on_where_events_wait(
     actions: list[NewEvent | RunUpdate | int], limits: Limits, refused_writes: set[int]
 ) -> None:
     """Puts and takes in any order, with any limits, and a disk that refuses some writes or takes them in part."""
@@ -138,7 +138,7 @@ def test_changes_of_the_run_are_bounded_too(spool: Spool) -> None:
     everything(spool)
 
 
-def test_no_one_else_finds_the_files_and_a_kill_leaves_none(spool: Spool, tmp_path: Path) -> None:
+def test_spool_files_are_private_and_vanish_with_the_process(spool: Spool, tmp_path: Path) -> None:
     for number in range(20):
         spool.enqueue_item(line(f"secret {number:040}"))
     folder = tmp_path / "home" / "spool"

@@ -396,7 +396,7 @@ class TestWorkerDeath:
         bystander.kill()
         bystander.wait()
 
-    def test_one_that_does_not_die_keeps_no_worker_from_starting(
+    def test_process_that_does_not_die_does_not_prevent_the_start_of_a_worker(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A process in an uninterruptible sleep holds its own device; the machine may have others."""

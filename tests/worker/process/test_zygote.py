@@ -118,7 +118,7 @@ class TestFork:
         children = Path(f"/proc/{zygote_pid(shared_launcher)}/task/{zygote_pid(shared_launcher)}/children")
         assert children.read_text() == ""
 
-    def test_what_goes_with_a_child_is_its_own_and_nothing_of_the_zygote(
+    def test_exit_of_a_child_cleans_up_what_is_its_own_and_nothing_of_the_zygote(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -330,7 +330,9 @@ class TestRefusal:
         assert Said(launch(launcher, tmp_path, "quick", code=2)).to_the_end().code == 2
         launcher.stop()
 
-    def test_one_that_never_gets_ready_means_cold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_zygote_that_never_gets_ready_leads_to_cold_starts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("worker.process.launcher._READY_SECONDS", 0.2)
         monkeypatch.setattr("worker.process.launcher.sys.executable", "/bin/sleep")
         launcher = Launcher(Settings(home=tmp_path), preload=["60"])

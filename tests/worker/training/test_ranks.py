@@ -348,5 +348,7 @@ def test_rank_0_of_several_hosts_whose_interface_has_no_address_reports_that(
         (dist.DistStoreError("No such file or directory"), False),
     ],
 )
-def test_only_what_the_end_of_another_rank_causes_is_taken_for_it(error: Exception, is_lost: bool) -> None:
+def test_only_errors_caused_by_the_end_of_another_rank_count_as_lost_connection(
+    error: Exception, is_lost: bool
+) -> None:
     assert is_peer_lost(error) == is_lost

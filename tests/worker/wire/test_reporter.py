@@ -154,7 +154,7 @@ class TestControl:
         assert control.stop_requested == StopRequest("checkpoint")
 
     @pytest.mark.parametrize("order", [1, -1])
-    def test_what_keeps_less_outranks_what_keeps_more(self, order: int) -> None:
+    def test_stop_that_keeps_less_outranks_one_that_keeps_more(self, order: int) -> None:
         save, best, discard = StopRequest("checkpoint"), StopRequest("best"), StopRequest("discard")
         for requests, expected in (([save, best], best), ([best, discard], discard)):
             control = Control.start(None)

@@ -150,7 +150,7 @@ class TestInFlight:
         waiting.join(60)
         assert not in_flight.is_under_way
 
-    def test_what_the_thread_fails_with_is_raised_once_in_the_loop(self) -> None:
+    def test_failure_of_the_thread_is_raised_once_in_the_loop(self) -> None:
         def fail(_: Any) -> None:
             raise OSError(28, "No space left on device")
 
@@ -185,7 +185,7 @@ class TestInFlight:
             raise ValueError("of the loop")
         assert written == [1]
 
-    def test_what_is_not_wanted_any_more_ends_at_its_next_piece(self) -> None:
+    def test_abandoned_checkpoint_ends_at_its_next_chunk(self) -> None:
         in_flight, pieces = AsyncWriter(never_short), []
 
         def write(alive: Any) -> None:
@@ -219,7 +219,7 @@ class TestHostMemory:
         tensors[0].add_(1)
         assert torch.equal(copies[id(tensors[0])], before)
 
-    def test_what_is_one_place_in_memory_stays_one(self) -> None:
+    def test_tensors_that_share_memory_share_it_in_the_copy(self) -> None:
         tensor = torch.randn(10)
         copies = PinnedMemory().copy_tensors([tensor, tensor.detach()])
         assert len({copy.data_ptr() for copy in copies.values()}) == 1
@@ -395,7 +395,7 @@ class TestRoom:
         assert why is not None
         assert all(said in why for said in ("93 MiB", "100 MiB free", "20 MiB", str(tmp_path), "save_total_limit"))
 
-    def test_it_is_put_off_twice_in_a_row_and_no_more(self, free: list[int], tmp_path: Path) -> None:
+    def test_checkpoint_without_room_is_skipped_twice_in_a_row_at_most(self, free: list[int], tmp_path: Path) -> None:
         room, size = CheckpointDiskSpace(tmp_path, 0), 90 * 2**20
         for _ in range(2):  # what fits in between starts the count anew
             free[0] = 10

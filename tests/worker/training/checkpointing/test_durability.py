@@ -42,7 +42,7 @@ def test_an_output_that_has_no_manifest_is_on_the_disk_too(tmp_path: Path) -> No
         assert disk.is_named(tmp_path / "output")
 
 
-def test_this_eye_sees_a_name_that_comes_too_early(tmp_path: Path) -> None:
+def test_the_watch_detects_a_name_that_appears_too_early(tmp_path: Path) -> None:
     with Disk().watched() as disk:
         nested(tmp_path / ".tmp").rename(tmp_path / "checkpoint-7")
     assert len(disk.problems) == 4 and not disk.is_named(tmp_path / "checkpoint-7")
@@ -51,7 +51,7 @@ def test_this_eye_sees_a_name_that_comes_too_early(tmp_path: Path) -> None:
 class TestAWholeRun:
     """Nothing is told that a power cut in the next moment would take."""
 
-    def test_of_the_fake_trainer(self, tmp_path: Path) -> None:
+    def test_checkpoints_of_the_fake_trainer_are_durable(self, tmp_path: Path) -> None:
         config = {"base_model": "none", "max_steps": 6, "save_steps": 2, "extra": {"step_seconds": 0}}
         job = {**make_job(tmp_path, "none", "none"), "backend": "fake"}
         job["dataset"]["rows"] = 8
@@ -63,7 +63,9 @@ class TestAWholeRun:
         assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
         assert_kept(parse_records(done.stdout), ["checkpoint-2", "checkpoint-4", "checkpoint-6"])
 
-    def test_of_the_real_trainer(self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
+    def test_checkpoints_of_the_real_trainer_are_durable(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
         config = {"method": "lora", "max_steps": 3, "save_steps": 1, "max_seq_length": 64, "batch_size": 2}
         done = forks.run(make_job(tmp_path, tiny_model, chats, **config), watch_disk=True)
         assert done.code == 0, done.stderr[-2000:]

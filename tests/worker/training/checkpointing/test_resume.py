@@ -353,7 +353,9 @@ class TestBest:
 
 
 class TestHistory:
-    def test_what_a_run_remembers_does_not_grow_with_its_steps(self, undisturbed_run: Callable[[str], Outcome]) -> None:
+    def test_size_of_the_run_state_does_not_grow_with_the_steps(
+        self, undisturbed_run: Callable[[str], Outcome]
+    ) -> None:
         folder = undisturbed_run("lora").folder
         states = [json.loads((folder / f"checkpoint-{step}" / "anneal_state.json").read_text()) for step in (3, 6)]
         assert [len(state.pop("recent_losses")) for state in states] == [3, 6], "of which the last 64 are kept"

@@ -136,7 +136,7 @@ def full(training: Training, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool]
 
 class TestInFlight:
     @pytest.mark.parametrize(("finish", "saved"), [(True, ["checkpoint-2"]), (False, [])], ids=["best", "discard"])
-    def test_only_a_stop_that_keeps_nothing_throws_away_the_one_that_is_being_written(
+    def test_only_a_discarding_stop_abandons_the_checkpoint_being_written(
         self, finish: bool, saved: list[str], training: Training
     ) -> None:
         with training.saving.settled():
@@ -145,7 +145,7 @@ class TestInFlight:
             training.go_on.set()
         assert training.saved == saved
 
-    def test_one_of_this_very_step_is_not_written_again_at_the_end(self, training: Training) -> None:
+    def test_checkpoint_of_the_last_step_is_not_written_twice(self, training: Training) -> None:
         with training.saving.settled():
             training.save(2)
             training.end("stop", "checkpoint")
@@ -221,7 +221,7 @@ class TestNoRoom:
         assert says in line and "from the checkpoint of step 2, and trains steps 3 to 5 again" in line
         assert training.saved == ["checkpoint-2"]
 
-    def test_only_a_finished_run_cannot_do_without_its_last(
+    def test_only_a_finished_run_fails_without_its_last_checkpoint(
         self, training: Training, full: Callable[[bool], None]
     ) -> None:
         full(True)
@@ -368,7 +368,7 @@ class TestKeeper:
             pass
         assert copied == ["checkpoint-2", "checkpoint-6"] and training.report.of("warning") == []
 
-    def test_what_is_no_engine_ends_the_run(self, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_invalid_checkpoint_engine_fails_the_run(self, training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
         def none(*_: Any) -> None:
             raise TrainingFailure("config_error", "no engine")
 

@@ -81,7 +81,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
 
 
 class TestEntries:
-    def test_what_was_made_is_there_for_the_next_run(self, folder: Folder) -> None:
+    def test_entry_is_reused_by_the_next_run(self, folder: Folder) -> None:
         first = folder.cache().get_or_build(PARTS, SCHEMA, numbers)
         second = folder.cache().get_or_build(PARTS, SCHEMA, never)
         assert (first.from_cache, second.from_cache) == (False, True)
@@ -140,7 +140,7 @@ class TestEntries:
             os.chown(path, 65534, 65534)
             assert not folder.cache().get_or_build(PARTS, SCHEMA, numbers).from_cache
 
-    def test_what_fails_while_it_is_made_leaves_nothing(self, folder: Folder) -> None:
+    def test_entry_that_fails_while_being_built_leaves_no_file(self, folder: Folder) -> None:
         def fails(write: Write) -> dict[str, Any]:
             numbers(write)
             raise TrainingFailure("bad_data", "line 7")
@@ -166,7 +166,7 @@ class TestEntries:
         assert len(folder.entries) == 1 and folder.warnings == []
         assert folder.cache().get_or_build(PARTS, SCHEMA, never).from_cache
 
-    def test_what_a_killed_run_left_half_written_goes_with_the_next_that_is_made(self, folder: Folder) -> None:
+    def test_draft_of_a_killed_run_is_removed_when_the_next_entry_is_built(self, folder: Folder) -> None:
         def dies(write: Write) -> dict[str, Any]:
             numbers(write)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +182,7 @@ class TestEntries:
 
 
 class TestRoom:
-    def test_what_was_not_used_for_longest_goes_first(self, folder: Folder) -> None:
+    def test_least_recently_used_entry_is_evicted_first(self, folder: Folder) -> None:
         names: dict[int, Path] = {}
         for number in range(3):
             folder.cache().get_or_build({"of": number}, SCHEMA, numbers)
@@ -196,7 +196,7 @@ class TestRoom:
         assert len(folder.entries) == 1 and not names[0].exists()
         assert values(used) == list(range(1000)), "a run goes on with what it has open"
 
-    def test_what_alone_is_too_much_serves_its_own_run(self, folder: Folder) -> None:
+    def test_entry_larger_than_the_limit_serves_only_its_own_run(self, folder: Folder) -> None:
         assert values(folder.cache(10).get_or_build(PARTS, SCHEMA, numbers)) == list(range(1000))
         assert folder.entries == []
 
@@ -255,9 +255,7 @@ def lab(folder: Folder, tiny_model: Path, tmp_path: Path) -> Lab:
 class TestTokens:
     @pytest.mark.parametrize("packing", [False, "bfd", "wrapped"])
     @pytest.mark.parametrize("loss_on", ["all", "completion", "assistant"])
-    def test_they_are_the_same_from_the_cache_and_from_memory(
-        self, packing: bool | str, loss_on: str, lab: Lab
-    ) -> None:
+    def test_tokens_from_cache_and_from_memory_are_equal(self, packing: bool | str, loss_on: str, lab: Lab) -> None:
         lab.config = {"loss_on": loss_on, "packing": bool(packing)}
         lab.config |= {"extra": {"packing_strategy": packing}} if packing else {}
         built, cached = lab.tokens(), lab.tokens()
@@ -282,7 +280,7 @@ class TestTokens:
         getattr(lab, where)[name] = value
         assert not lab.tokens().are_cached and lab.tokens().are_cached
 
-    def test_another_format_rebuilds_them(self, lab: Lab) -> None:
+    def test_changed_format_rebuilds_the_tokens(self, lab: Lab) -> None:
         lab.tokens()
         for lab.format in ("text", "prompt_completion"):
             assert not lab.tokens().are_cached and lab.tokens().are_cached
@@ -297,12 +295,12 @@ class TestTokens:
         ],
         ids=["template", "vocabulary", "special-tokens-split", "end"],
     )
-    def test_another_tokenizer_rebuilds_them(self, change: Callable[[Any], None], lab: Lab) -> None:
+    def test_changed_tokenizer_rebuilds_the_tokens(self, change: Callable[[Any], None], lab: Lab) -> None:
         lab.tokens()
         lab.change = change
         assert not lab.tokens().are_cached
 
-    def test_what_only_training_depends_on_does_not(self, lab: Lab) -> None:
+    def test_settings_of_training_alone_do_not_rebuild_the_tokens(self, lab: Lab) -> None:
         lab.tokens()
         lab.config |= {"learning_rate": 0.5, "seed": 7, "method": "full", "batch_size": 1}
         assert lab.tokens().are_cached

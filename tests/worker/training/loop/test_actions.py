@@ -57,7 +57,7 @@ def losses(outcome: Outcome) -> dict[int, str]:
 
 
 class TestEachTakesEffectBehindItsStep:
-    def test_and_is_answered_once(self, whole: Outcome) -> None:
+    def test_each_action_is_answered_once(self, whole: Outcome) -> None:
         answered = [(one["action"], one["step"], one["status"]) for one in whole.of("action")]
         # That of a checkpoint is part of the checkpoint's own record: both are stored, or neither.
         assert answered == [(name, step, "done") for name, step, _ in ASKED if name != "checkpoint"]

@@ -125,7 +125,7 @@ class TestRewind:
         folder = first.folder / f"checkpoint-{saved[-1]}"
         assert verify(folder, first.of("checkpoint")[-1]["manifest_sha256"]) == []
 
-    def test_who_goes_on_from_its_checkpoint_knows_the_row_too(
+    def test_run_resumed_from_its_checkpoint_skips_the_row_too(
         self, forks: Forks, tmp_path: Path, tainted_model: Path, poisoned: Path
     ) -> None:
         config = CONFIG | {"on_non_finite": "rewind", "max_steps": 12}
@@ -248,7 +248,7 @@ class TestJudge:
         failure = self.guard().build_failure(trainer, Anomaly("non_finite", "the loss became nan"))
         assert failure.repair is None and says in failure.message
 
-    def test_none_at_the_start_and_none_unless_asked_for(self) -> None:
+    def test_no_loss_spike_is_reported_at_the_start_or_unless_configured(self) -> None:
         assert self.guard(on_spike="stop").judge_step(9.0, 1.0, [2.0] * 15) is None
         assert self.guard().judge_step(9.0, 1.0, [2.0] * 64) is None
 

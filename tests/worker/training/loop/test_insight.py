@@ -298,7 +298,7 @@ class TestHistory:
 
 
 class TestDistributions:
-    def test_they_are_those_of_all_numbers_together(self) -> None:
+    def test_histogram_of_parts_equals_that_of_all_numbers(self) -> None:
         histogram = Histogram()
         numbers = torch.tensor([0.0, 1.0, -1.5, 2.0**-40, 1e9, -1e9, 0.5], dtype=torch.bfloat16)
         histogram.add_tensor(numbers[:3])
@@ -313,7 +313,7 @@ class TestDistributions:
             assert held == int(((exact >= low) & (exact < high)).sum())
 
     @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-    def test_what_is_not_finite_is_null_and_the_record_is_json(self, odd: float) -> None:
+    def test_numbers_that_are_not_finite_are_null_in_valid_json(self, odd: float) -> None:
         for numbers in ([1.0, odd, 2.0], [odd]):
             histogram = Histogram()
             histogram.add_tensor(torch.tensor(numbers))

@@ -59,7 +59,7 @@ def test_options_are_those_that_a_schedule_takes_and_each_has_a_user() -> None:
         pytest.param("rmsprop_bnb", {}, "constant", {}, 1e-3, marks=pytest.mark.full),
     ],
 )
-def test_they_train(
+def test_every_optimizer_trains(
     optim: str,
     options: dict[str, Any],
     schedule: str,

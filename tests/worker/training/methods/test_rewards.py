@@ -229,7 +229,7 @@ class TestNothingHangs:
     def test_a_schema_that_goes_round_in_circles_gives_nothing(self) -> None:
         assert judge({"type": "json_schema", "schema": {"$ref": "#"}}, "1") == [0]
 
-    def test_one_that_is_always_too_slow_is_reported_once_and_costs_a_call_three_times_the_limit(
+    def test_always_slow_reward_is_reported_once_and_costs_at_most_three_limits_per_call(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(rewards, "_TIMEOUT_SECONDS", 0.2)
@@ -259,7 +259,7 @@ class TestNothingHangs:
 
 
 class TestFunctions:
-    def test_they_are_named_apart_in_order_and_models_are_none_of_them(self) -> None:
+    def test_reward_functions_have_distinct_names_in_order_without_reward_models(self) -> None:
         rewards = [
             reward(type="regex", pattern="a"), reward(type="model", model="org/judge"),
             reward(type="length", max=3), reward(type="regex", pattern="b"),

@@ -163,7 +163,7 @@ def test_trained_tokens_of_tied_embeddings_are_those_of_input_and_output_in_a_ru
         ({"trainable_token_indices": [9_000_000]}, "so none for 9000000"),
     ],
 )
-def test_what_the_model_lacks_ends_the_run_with_a_sentence(
+def test_target_module_missing_in_the_model_fails_the_run_with_a_sentence(
     fields: dict[str, Any], sentence: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
 ) -> None:
     result = forks.run(make_job(tmp_path, tiny_model, chats, **{**LORA, **fields})).result

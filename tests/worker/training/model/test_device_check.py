@@ -32,7 +32,7 @@ def test_a_device_that_works_passes_with_the_4_bit_weights_of_a_run(monkeypatch:
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, 100.0])
-def test_one_that_computes_wrongly_does_not(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
+def test_device_that_computes_wrongly_fails_the_check(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     load = loader.load_model
 
     def broken(*arguments: Any) -> Any:
@@ -46,7 +46,7 @@ def test_one_that_computes_wrongly_does_not(monkeypatch: pytest.MonkeyPatch, wro
         device_check.check_device(CPU)
 
 
-def test_one_that_fails_with_4_bit_weights_alone_is_logged_and_not_broken(
+def test_device_that_fails_only_with_4_bit_weights_is_logged_and_not_broken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     load = loader.load_model
@@ -74,14 +74,14 @@ def test_host_that_cannot_compile_the_loss_kernels_fails_the_check_with_the_pack
     assert failed.value.code == "device_error"
 
 
-def test_one_that_is_gone_fails_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_device_fails_the_check_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TrainingFailure) as failed:
         device_check.check_device(AssignedDevice("cuda", 0, "GPU-1"))
     assert failed.value.code == "device_error"
 
 
-def test_one_whose_memory_other_programs_use_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_with_memory_used_by_other_programs_is_not_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 

@@ -61,7 +61,7 @@ class TestGenerationConfiguration:
         AutoModelForCausalLM.from_pretrained(outcome.output)
         assert not (outcome.folder / ".save_check").exists()
 
-    def test_one_that_cannot_be_loaded_fails_before_the_first_step(
+    def test_generation_config_that_cannot_be_loaded_fails_before_the_first_step(
         self, model: Path, failed_before_a_step: Callable[..., tuple[str, str]]
     ) -> None:
         edit_json(model / "generation_config.json", max_new_tokens=0)

@@ -93,7 +93,7 @@ class TestARunMadeOfPlugins:
         assert all("optimizer or scheduler is a plugin" in one["message"] for one in answers)
         assert done.result["step"] == STEPS
 
-    def test_each_has_had_its_part(self, done: Outcome, extra: Any) -> None:
+    def test_every_configured_plugin_was_used(self, done: Outcome, extra: Any) -> None:
         (config,) = done.of("config")
         assert config["facts"]["rows"] == 80  # forty, twice
         # A head of zeros gives every token the same chance.

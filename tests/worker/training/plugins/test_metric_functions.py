@@ -172,7 +172,7 @@ class TestMetricFunctions:
             ("scores", "`scores` returned a Scores, which has no method update"),
         ],
     )
-    def test_what_is_none_is_refused_by_name_before_training(
+    def test_invalid_metric_function_is_refused_by_name_before_training(
         self, name: str, says: str, plugins: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.syspath_prepend(str(plugins))

@@ -247,7 +247,7 @@ class TestWandb:
 
     @pytest.mark.full
     @pytest.mark.parametrize("how", ["away", "silent"])
-    def test_where_it_cannot_be_reached_a_run_completes_and_its_process_ends(
+    def test_run_completes_and_its_process_ends_without_a_reachable_tracker(
         self, how: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
     ) -> None:
         # What never answers is what could keep a process from its end, so that one ends as interpreters do.
@@ -346,7 +346,7 @@ class TestTrouble:
             trackers.open_trackers(*opening(tmp_path, "mlflow"))
 
     @pytest.mark.full
-    def test_however_many_points_wait_for_a_silent_one_reporting_them_costs_no_time_and_the_end_is_bounded(
+    def test_silent_tracker_delays_neither_reports_nor_the_end_beyond_its_limit(
         self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """No clock decides: the first call outlasts everything else, which would never end if it waited for that."""
