@@ -55,7 +55,7 @@ def _serve(modules: Sequence[str], path: str) -> None:
     from worker.process import zygote
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-    zygote.preload(modules)
+    zygote.preload_modules(modules)
     gc.collect()
     gc.freeze()
     connection = fork_server.serve(path)

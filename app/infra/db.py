@@ -139,9 +139,13 @@ def is_away(error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Return True if PostgreSQL ended a transaction of two that waited for each other; the same one may be repeated."""
+    """Return True if PostgreSQL ended a transaction because of others, as one of two that waited for each other.
+
+    The same one may be repeated.
+    """
     original = getattr(error, "orig", None) or error
-    return isinstance(original, psycopg.errors.DeadlockDetected | psycopg.errors.SerializationFailure)
+    errors = psycopg.errors
+    return isinstance(original, errors.DeadlockDetected | errors.SerializationFailure | errors.LockNotAvailable)
 
 
 def join_column(values: Iterable[object]) -> str:

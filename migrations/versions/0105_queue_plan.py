@@ -6,6 +6,7 @@ from sqlalchemy.dialects import postgresql
 
 revision = "0105"
 down_revision = "0104"
+BREAKS_OLD_REPLICAS = "no released version reads the tables that it drops"
 
 
 def upgrade() -> None:

@@ -106,7 +106,7 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
         if not is_away(error):
             raise
         if is_conflict(error):
-            log.info("no run is claimed now, other transactions use the same devices: %s", error)
+            log.info("no run is claimed now, other claims take too long: %s", error)
         else:
             log.warning("no run is claimed, the database is unavailable: %s", error)
         return None

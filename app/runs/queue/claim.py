@@ -4,6 +4,7 @@ All claims take turns, so each sees the devices and the quotas that those before
 and holds are those of `app.runs.queue.policy`; runs hold what the last round has stored for them.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,13 +16,13 @@ from app.runs.queue.fit import Fleet, WorkerOffer
 from app.runs.queue.fleet import read_near_fleet
 from app.runs.queue.holds import StoredHolds
 from app.runs.queue.holds_table import read_holds, read_quota_uses, take_turn
-from app.runs.queue.policy import Assignment, Claim, Snapshot, order_key, schedule
+from app.runs.queue.policy import Assignment, Claim, OrderKey, Snapshot, WaitingRun, order_key, schedule
 from app.runs.state import machine
 
 _FIRST_PAGE = 16
 _PAGE_FACTOR = 16
-_MOST_CANDIDATES = 10_000
-"""Runs that may fit, and may not start all the same, after which a worker looks no further."""
+_MOST_SKIPPED = 16
+"""Runs that other transactions are just changing, after which a worker waits for its next hint."""
 
 
 def claim_run(
@@ -39,11 +40,15 @@ def claim_run(
     if worker is None or all(device.run_id is not None or device.paused for device in worker.devices):
         return None
     choice = _Choice(connection, worker, fleet, holds, now, only_run)
-    while (assignment := choice.first_assignment()) is not None:
-        row = _take(connection, assignment, choice.lease_epochs[assignment.run.run_id], fleet, worker_id, lease_seconds)
+    for _ in range(_MOST_SKIPPED + 1):
+        assignment = choice.first_assignment()
+        if assignment is None:
+            return None
+        run_id = assignment.run.run_id
+        row = _take(connection, assignment, choice.lease_epoch(run_id), fleet, worker_id, lease_seconds)
         if row is not None:
             return row
-        choice.skip(assignment.run.run_id)  # another transaction is just changing it
+        choice.skip(run_id)
     return None
 
 
@@ -79,12 +84,16 @@ class _Choice:
         self._now = now
         self._only_run = only_run
         is_held = any(worker.worker_id in hold.devices for hold in holds.holds)
-        # Of the runs behind a holder, those that are known to end in time.
-        self._listed = list(holds.seconds.get(worker.device, {})) if is_held or holds.quota_holds else []
+        # Runs behind a holder that are known to end in time.
+        self._short_runs = list(holds.seconds.get(worker.device, {})) if is_held or holds.quota_holds else []
         self._quota_uses = read_quota_uses(connection, holds)
-        self.lease_epochs: dict[str, int] = {}
-        """Lease epochs of the runs that were read."""
+        self._page = _FIRST_PAGE
+        self._candidates = self._read(_FIRST_PAGE)
         self._skipped: set[str] = set()
+
+    def lease_epoch(self, run_id: str) -> int:
+        """Return the lease epoch of a run that was read."""
+        return self._candidates.lease_epochs[run_id]
 
     def skip(self, run_id: str) -> None:
         """Choose another run from now on; what this one holds stays held."""
@@ -92,29 +101,32 @@ class _Choice:
 
     def first_assignment(self) -> Assignment | None:
         """Return the first run that may start, with its devices; reads more runs until it is certain."""
-        most = _FIRST_PAGE
         while True:
-            candidates = read_candidates(
-                self._connection,
-                self._worker,
-                self._fleet,
-                most,
-                listed=self._listed,
-                holders=self._holds.run_ids(),
-                only_run=self._only_run,
-            )
-            self.lease_epochs = candidates.lease_epochs
-            snapshot = self._snapshot(candidates)
+            snapshot, claim = self._snapshot()
             assignment = next(iter(schedule(snapshot).assignments), None)
-            if (
-                candidates.end is None
-                or most >= _MOST_CANDIDATES
-                or self._is_certain(assignment, candidates, snapshot.claim)
-            ):
+            if self._candidates.end is None or self._is_certain(self._candidates.end, assignment, claim):
                 return assignment
-            most = min(most * _PAGE_FACTOR, _MOST_CANDIDATES)
+            of_owner, self._page = self._page, self._page * _PAGE_FACTOR
+            full_quotas = {quota: hold.run for quota, hold in claim.quota_holds.items() if hold.spare == 0}
+            self._candidates = self._read(self._page, of_owner, full_quotas)
 
-    def _snapshot(self, candidates: Candidates) -> Snapshot:
+    def _read(
+        self, most: int, of_owner: int | None = None, full_quotas: Mapping[str, WaitingRun] | None = None
+    ) -> Candidates:
+        return read_candidates(
+            self._connection,
+            self._worker,
+            self._fleet,
+            most,
+            of_owner,
+            short_runs=self._short_runs,
+            holders=self._holds.run_ids(),
+            full_quotas=full_quotas or {},
+            only_run=self._only_run,
+        )
+
+    def _snapshot(self) -> tuple[Snapshot, Claim]:
+        candidates = self._candidates
         holders = {run_id: candidates.runs[run_id] for run_id in self._holds.run_ids() if run_id in candidates.runs}
         claim = Claim(
             self._worker.worker_id,
@@ -126,7 +138,7 @@ class _Choice:
         ]
         if self._only_run is not None:
             runs = [run for run in runs if run.run_id == self._only_run[0]]
-        return Snapshot(
+        snapshot = Snapshot(
             self._fleet,
             runs,
             self._holds.seconds_on,
@@ -134,19 +146,19 @@ class _Choice:
             limits=candidates.rooms,  # what runs that train leave of them
             claim=claim,
         )
+        return snapshot, claim
 
-    def _is_certain(self, assignment: Assignment | None, candidates: Candidates, claim: Claim | None) -> bool:
+    def _is_certain(self, end: OrderKey, assignment: Assignment | None, claim: Claim) -> bool:
         """Return True if no run that was not read may start before the one that was chosen."""
-        if candidates.end is None or claim is None:
-            return True
+        used = self._candidates.used
         if assignment is not None:
-            return order_key(assignment.run, candidates.used) <= candidates.end
+            return order_key(assignment.run, used) <= end
         blocking = [
             hold.run
             for hold in claim.holds.values()
             if self._worker.worker_id in hold.devices and hold.spare(self._worker.worker_id) == 0
         ]
-        return any(order_key(run, candidates.used) < candidates.end for run in blocking)
+        return any(order_key(run, used) < end for run in blocking)
 
 
 @cache

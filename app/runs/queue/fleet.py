@@ -14,9 +14,9 @@ _LATELY = 0.5
 """Fraction of a lease in which a worker must have sent a heartbeat, of which there are six, to get a part of a run."""
 _WORKERS = """
     SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf, workers.version,
-        workers.group_address IS NOT NULL AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :lately)
-            AS joins_hosts, min(devices.kind) AS kind,
-        min(devices.name) AS device,
+        workers.state = 'online' AND workers.group_address IS NOT NULL
+            AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :lately) AS joins_hosts,
+        min(devices.kind) AS kind, min(devices.name) AS device,
         min(split_part(workers.boot_id, '/', 1)) FILTER (WHERE devices.kind = 'cpu') AS machine,
         json_agg(json_build_array(devices.memory_mb, devices.run_id,
             coalesce(devices.paused_until > clock_timestamp(), false), devices.name,
@@ -30,14 +30,13 @@ _WORKERS = """
 """
 _IS_ONLINE = f"workers.state = 'online' AND {IS_FRESH}"
 _ONLINE = text(_WORKERS.format(condition=_IS_ONLINE))
-# A worker that asks for a run is there, whatever its last heartbeat.
+# A worker that asks for a run is there, whatever its last heartbeat. Workers of its machine that drain or are silent
+# count too: their runs use its memory.
 _NEAR = text(
     _WORKERS.format(
-        condition=f"""workers.id = :worker_id OR ({_IS_ONLINE} AND (
-            workers.id = ANY(:partners)
+        condition=f"""workers.id = :worker_id OR (workers.id = ANY(:partners) AND {_IS_ONLINE})
             OR split_part(workers.boot_id, '/', 1) =
-                (SELECT split_part(asking.boot_id, '/', 1) FROM workers AS asking WHERE asking.id = :worker_id)
-        ))"""
+                (SELECT split_part(asking.boot_id, '/', 1) FROM workers AS asking WHERE asking.id = :worker_id)"""
     )
 )
 _GPU_BACKENDS = text("""

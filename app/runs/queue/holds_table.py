@@ -1,4 +1,4 @@
-"""Reads and writes the stored holds of the queue, and the lock under which claims and they are in order."""
+"""Reads and writes the stored holds of the queue, and the lock under which claims take turns."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,15 @@ from app.runs.queue.policy import OrderKey, QuotaHold, order_key
 from app.tables.scheduling import HOLD_SECONDS
 
 _LOCK = 0x71756575  # "queu"
-_TAKE_TURN = text(f"SELECT pg_advisory_xact_lock({_LOCK})")
+# The turn of a process that is frozen ends after some seconds, so that the others go on.
+_TAKE_TURN = text(
+    "SELECT set_config('idle_in_transaction_session_timeout', '5s', true), set_config('lock_timeout', '10s', true), "
+    f"pg_advisory_xact_lock({_LOCK})"
+)
 _HOLDS = text(f"""
     SELECT cast(extract(epoch FROM clock_timestamp()) AS float) AS now, (
-        SELECT holds FROM queue_plan WHERE made_at > clock_timestamp() - interval '{HOLD_SECONDS} s'
+        SELECT holds FROM queue_plan
+        WHERE made_at BETWEEN clock_timestamp() - interval '{HOLD_SECONDS} s' AND clock_timestamp()
     ) AS holds
 """)
 _QUOTA_USES = text("""
@@ -63,9 +68,8 @@ def read_quota_holds(connection: Connection) -> Mapping[str, tuple[OrderKey, Quo
 
 
 def store_holds(connection: Connection, holds: StoredHolds) -> None:
-    """Replace the stored holds; claims wait for the end of the transaction."""
+    """Replace the stored holds."""
     if holds.run_ids():
-        take_turn(connection)
         connection.execute(_STORE, {"holds": holds.model_dump_json()})
     else:
         connection.execute(_DELETE)

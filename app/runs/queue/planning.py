@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 _REASON_AFTER_SECONDS = 5.0
 """Seconds that a run waits without a reason: a worker that restarts is back within these, and usually takes it."""
-_LOCK_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ async def plan_queue(
     connection: AsyncConnection, settings: Settings, backends: Sequence[str], *, may_preempt: bool = True
 ) -> PlannedQueue | None:
     """Plan the queue, ask runs to make room, and store what runs hold until the next plan; None if no run waits."""
-    forecast = await read_forecast(connection, settings, backends, only_for_holds=True)
+    forecast = await read_forecast(connection, settings, backends, is_round=True)
     if forecast is None or not forecast.pending:
         await connection.run_sync(store_holds, StoredHolds())
         return None
@@ -59,7 +58,6 @@ async def plan_queue(
         forecast.expect_room(run.run_id, room.worker_ids, preempted)
         snapshot, plan = await asyncio.to_thread(_plan, forecast)
     holds = await asyncio.to_thread(StoredHolds.of_plan, plan, snapshot, forecast.now.timestamp())
-    await connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_SECONDS}s'")
     await connection.run_sync(store_holds, holds)
     return PlannedQueue(forecast, snapshot, plan, preempted)
 

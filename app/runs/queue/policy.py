@@ -449,8 +449,10 @@ class _Round:
     def _hold_again(self, run: WaitingRun, claim: Claim) -> None:
         """Hold what the run held in the last plan of the whole queue."""
         if (hold := claim.holds.get(run.run_id)) is not None:
-            self._worker_holds.update(dict.fromkeys(hold.devices, hold))
-            self._devices_at_start.update({worker_id: set(indexes) for worker_id, indexes in hold.devices.items()})
+            for worker_id, indexes in hold.devices.items():
+                if worker_id not in self._worker_holds:
+                    self._worker_holds[worker_id] = hold
+                    self._devices_at_start[worker_id] = set(indexes)
         for quota, quota_hold in claim.quota_holds.items():
             if quota_hold.run.run_id == run.run_id:
                 self._quota_holds[quota] = quota_hold

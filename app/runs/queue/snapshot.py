@@ -67,6 +67,8 @@ _PENDING = text(f"""
         FROM runs WHERE status = 'pending' AND devices_needed > 1 AND backend = ANY(:backends)
     ), chosen AS (
         SELECT id FROM first UNION
+        (SELECT id FROM runs WHERE status = 'pending' AND backend = ANY(:backends)
+            ORDER BY priority DESC, id LIMIT :most_in_any_case) UNION
         (SELECT id FROM wide WHERE place <= {MOST_HOLDS} ORDER BY priority DESC, id LIMIT {_MOST_WIDE})
     )
     SELECT {_WORKLOAD}, {WAITING_COLUMNS}, runs.id IN (SELECT id FROM first) AS is_first, runs.pending_reason,
@@ -174,20 +176,25 @@ class Forecast:
 
 
 async def read_forecast(
-    connection: Any, settings: Settings, backends: Sequence[str], *, only_for_holds: bool = False
+    connection: Any, settings: Settings, backends: Sequence[str], *, is_round: bool = False
 ) -> Forecast | None:
     """Read the queue and estimate all runs; None if no run waits or trains. Takes an async session or connection.
 
-    `only_for_holds`: durations are estimated only if a run waits that may hold devices.
+    For a round, durations are estimated only if a run waits that may hold devices, and the first runs are read whatever
+    their owners have used: their reasons to wait are stored, and runs may have to make room for them.
     """
     now: datetime = (await connection.execute(_NOW)).scalar_one()
     live = (await connection.execute(_LIVE)).all()
-    pending = (await connection.execute(_PENDING, {"backends": list(backends)})).all()
+    pending = (
+        await connection.execute(
+            _PENDING, {"backends": list(backends), "most_in_any_case": _MOST_RUNS if is_round else 0}
+        )
+    ).all()
     if not live and not pending:
         return None
     fleet = await read_fleet(connection, settings.lease_seconds)
     past: Sequence[Any] = []
-    if not only_for_holds or any(run.devices_needed > 1 for run in pending):
+    if not is_round or any(run.devices_needed > 1 for run in pending):
         keys = {durations.similarity_key(run.backend, run.config) for run in (*live, *pending)}
         past = (await connection.execute(_PAST, {"likenesses": sorted(keys)})).all()
     held = {row.run_id: row.workers for row in (await connection.execute(_HELD)).all()}

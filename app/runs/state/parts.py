@@ -1,8 +1,7 @@
 """Statements about the parts of a run on several hosts: each has a lease, fenced with the lease epoch of its run.
 
-The lead has claimed the run and is the only one that writes transitions, and events other than log
-lines; its own part has the run's lease. The workers of the others renew theirs, and free the devices when no process
-is left.
+The lead has claimed the run and is the only one that writes transitions, and events other than log lines; its own part
+has the run's lease. The workers of the others renew theirs, and free the devices when no process is left.
 """
 
 from functools import cache

@@ -188,8 +188,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/queue/holds_table.py",
-                "FROM queue_plan WHERE made_at > clock_timestamp() - interval '{HOLD_SECONDS} s'",
-                "FROM queue_plan",
+                "made_at BETWEEN clock_timestamp() - interval '{HOLD_SECONDS} s' AND clock_timestamp()",
+                "made_at <= clock_timestamp()",
             ),
         ),
         test="tests/app/runs/queue/test_stored_holds.py::TestOfTheQueue::test_a_hold_that_nobody_renews_binds_no_one",
@@ -209,18 +209,14 @@ MUTANTS = (
         test=f"{_QUOTAS}::test_that_a_claim_uses_while_a_round_computes_is_not_given_again",
     ),
     Mutant(
-        name="claim-misses-the-round-that-it-waits-for",
+        name="claim-reads-no-further",
         promises=(2,),
-        about="A claim waits for a round after it has read what runs hold.",
+        about="A worker claims the best of the first runs that it reads, whoever precedes it.",
         changes=(
-            Change(
-                _CLAIM,
-                "    take_turn(connection)\n    holds, now = read_holds(connection)\n",
-                "    holds, now = read_holds(connection)\n    take_turn(connection)\n",
-            ),
+            Change(_CLAIM, "            return order_key(assignment.run, used) <= end\n", "            return True\n"),
         ),
-        test="tests/app/runs/queue/test_stored_holds.py::TestOfTheQueue"
-        "::test_a_claim_that_waited_for_a_round_respects_what_it_holds",
+        test="tests/app/runs/queue/test_claim.py"
+        "::test_claim_takes_what_the_policy_chooses_of_the_whole_queue_however_few_runs_it_reads_first[0]",
     ),
     Mutant(
         name="preempted-counts-as-lost",

@@ -3,13 +3,18 @@
 import random
 from typing import Any
 
-from sqlalchemy import Engine, event
+import pytest
+from sqlalchemy import Engine, event, insert, text
 
+from app.runs.queue import claim as claim_module
 from app.runs.queue.candidates import read_candidates
+from app.runs.queue.claim import claim_run
 from app.runs.queue.fit import Needs
 from app.runs.queue.fleet import read_near_fleet
+from app.runs.queue.holds import StoredQuotaHold
 from app.runs.state import machine
-from tests.rows import add_run, add_worker, claim, hold_workers
+from app.tables.scheduling import DeviceUsage
+from tests.rows import add_key, add_run, add_worker, claim, hold_workers
 
 
 def random_requirements(draw: random.Random) -> dict[str, Any]:
@@ -101,3 +106,86 @@ def test_a_worker_that_is_held_looks_no_further_than_behind_the_holder(engine: E
     event.listen(engine, "before_cursor_execute", lambda *arguments: read.append(arguments[2]))
     assert claim(engine, worker) is None
     assert sum("is_first" in statement for statement in read) == 1
+
+
+def random_queue(engine: Engine, draw: random.Random) -> list[str]:
+    """Fill a queue of forty owners, with usage, quotas, and runs of which some hold workers; return the workers."""
+    boot = {"boot_id": "machine/1", "kind": "cpu"}
+    workers = [add_worker(engine, memory_mb=[2000, 1000], **boot) for _ in range(2)]
+    workers += [random_worker(engine, draw) for _ in range(3)]
+    owners = [f"owner-{number}" for number in range(36)] + [add_key(engine, draw.randrange(4)) for _ in range(4)]
+    experiments = [add_run(engine, created_by=owners[0], devices_needed=9).experiment_id for _ in range(4)]
+    wide = []
+    for number in range(90):
+        devices = draw.choice([1, 1, 1, 2])
+        row = add_run(
+            engine,
+            created_by=owners[number % len(owners)],
+            experiment_id=draw.choice(experiments),
+            devices_needed=devices,
+            priority=draw.choice([0, 0, 0, 1]),
+            requirements=draw.choice([{}, {"memory_mb": 900}, {"memory_mb": 1500}, random_requirements(draw)]),
+        )
+        if devices == 2:
+            wide.append(row)
+    with engine.begin() as connection:
+        for owner in owners:
+            usage = {"owner": owner, "device_seconds": draw.random() * 100, "updated_at": text("now()")}
+            connection.execute(insert(DeviceUsage).values(**usage))
+        quota = text("UPDATE experiments SET max_devices = :most WHERE id = :id")
+        for experiment in experiments[:2]:
+            connection.execute(quota, {"most": draw.randrange(3), "id": experiment})
+    for holder, worker_id in zip(draw.sample(wide, 2), draw.sample(workers, 2), strict=True):
+        held = StoredQuotaHold(quota_id=holder.experiment_id, run_id=holder.id, starts_at=None, spare=draw.randrange(2))
+        hold_workers(engine, holder.id, worker_id, devices=[0], quota_holds=[held])
+    return workers
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_claim_takes_what_the_policy_chooses_of_the_whole_queue_however_few_runs_it_reads_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    workers = random_queue(engine, draw)
+    monkeypatch.setattr(claim_module, "_PAGE_FACTOR", 2)
+    for _ in range(12):
+        worker_id, claimed = draw.choice(workers), []
+        for first_page in (10_000, 1):
+            monkeypatch.setattr(claim_module, "_FIRST_PAGE", first_page)
+            with engine.connect() as connection:
+                claimed.append(claim_run(connection, worker_id, 60.0))
+                (connection.rollback if first_page > 1 else connection.commit)()
+        whole, paged = claimed
+        assert (whole and (whole.id, whole.device_indexes)) == (paged and (paged.id, paged.device_indexes))
+
+
+def test_a_run_behind_many_of_its_owner_that_a_quota_keeps_waiting_is_claimed(engine: Engine) -> None:
+    key, worker = add_key(engine, 1), add_worker(engine, devices=2)
+    for _ in range(40):
+        add_run(engine, created_by=key, devices_needed=2)
+    small = add_run(engine, created_by=key)
+    add_run(engine, created_by="other", priority=-1)
+    assert claim(engine, worker).id == small.id
+
+
+@pytest.mark.parametrize("state", ["draining", "offline"])
+def test_the_run_of_a_worker_that_drains_or_is_silent_uses_the_memory_of_their_machine(
+    engine: Engine, state: str
+) -> None:
+    leaving, other = (add_worker(engine, boot_id="machine/1") for _ in range(2))
+    for _ in range(2):
+        add_run(engine, requirements={"memory_mb": 900})
+    assert claim(engine, leaving) is not None
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE workers SET state = :state WHERE id = :id"), {"state": state, "id": leaving})
+    assert claim(engine, other) is None
+
+
+def test_a_worker_gives_up_when_others_are_just_changing_all_of_the_first_runs(engine: Engine) -> None:
+    worker = add_worker(engine)
+    for _ in range(30):
+        add_run(engine)
+    with engine.begin() as connection:
+        connection.execute(text("SELECT 1 FROM runs FOR UPDATE"))
+        assert claim(engine, worker) is None
+    assert claim(engine, worker) is not None

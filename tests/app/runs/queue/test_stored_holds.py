@@ -1,6 +1,5 @@
 """Workers that runs on several devices hold, as rounds store them and as claims respect them."""
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -166,22 +165,6 @@ class TestOfTheQueue:
         await plan(settings)
         assert held_workers(engine) == [(big.id, worker)]
         assert claim(engine, worker) is None, "the device that the round had left to others is in use"
-
-    async def test_a_claim_that_waited_for_a_round_respects_what_it_holds(
-        self, settings: Settings, engine: Engine
-    ) -> None:
-        worker = add_worker(engine, devices=2)
-        add_run(engine)
-        claim(engine, worker)
-        add_run(engine, devices_needed=2), add_run(engine)
-        own = async_engine(settings.database_url or "")
-        with ThreadPoolExecutor(1) as thread:
-            async with own.begin() as connection:
-                await plan_queue(connection, settings, ["fake"])
-                claimed = thread.submit(claim, engine, worker)
-                await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine))
-            assert claimed.result() is None
-        await own.dispose()
 
     @pytest.mark.parametrize("epoch", [1e-320, 1e308])
     async def test_no_trainer_keeps_others_from_their_holds_whatever_it_reports(
