@@ -216,7 +216,7 @@ MUTANTS = (
             Change(_CLAIM, "            return order_key(assignment.run, used) <= end\n", "            return True\n"),
         ),
         test="tests/app/runs/queue/test_claim.py"
-        "::test_claim_takes_what_the_policy_chooses_of_the_whole_queue_however_few_runs_it_reads_first[0]",
+        "::test_claim_takes_what_the_policy_chooses_of_the_whole_queue_however_few_runs_it_reads_first[6]",
     ),
     Mutant(
         name="preempted-counts-as-lost",
