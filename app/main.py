@@ -35,6 +35,7 @@ import app.runs.retention
 import app.secrets.endpoints
 import app.web.endpoints
 import app.workers.endpoints
+from anneal.contracts.backends import BACKEND_RULES, WORKER_BACKENDS
 from app.api import docs_page, errors, openapi
 from app.api.dependencies import refuse_unknown_parameters
 from app.api.middleware.body_limits import BodyLimitMiddleware
@@ -51,7 +52,6 @@ from app.backends.celery import CeleryBackend
 from app.backends.ray import RayBackend
 from app.backends.ray_jobs import RayJobs
 from app.config import Settings, get_settings
-from app.contracts.backends import BACKEND_RULES, WORKER_BACKENDS
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.files.disk_space import DatabaseReserve

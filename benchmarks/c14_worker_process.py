@@ -23,10 +23,10 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from anneal.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.messages import ControlMessage
 from app.config import Settings, get_settings
-from app.contracts.attempt.device import AssignedDevice
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.messages import ControlMessage
 from app.infra.broker import QUEUE
 from app.infra.clock import since_boot
 from app.infra.process.identity import ProcessIdentity

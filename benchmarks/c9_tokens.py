@@ -28,8 +28,8 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.base_models.tiny_model import train_tokenizer, write_model
-from app.contracts.training_config.fields import TrainingConfig
 from benchmarks.ratios import Ratio
 from worker.training.data import dataset
 from worker.training.data.token_cache import TokenCache

@@ -17,7 +17,7 @@ from peft import get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import Activations, Checkpointing, Precision, compute_activations, recomputed_layers
 from app.estimator.architecture import Architecture

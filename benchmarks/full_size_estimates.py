@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
 from app.estimator import architecture
 from app.estimator.activations import Checkpointing, Precision
 from app.estimator.forward_pass import Attention, Batch

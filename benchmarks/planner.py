@@ -19,9 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import architecture, memory_planner
 from app.estimator.activations import HEAD_TOKENS, HEAD_WORDS, Checkpointing, Precision
 from app.estimator.memory import CONTEXT, optimizer_state

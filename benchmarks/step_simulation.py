@@ -31,7 +31,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Checkpointing, recomputed_layers
 from app.estimator.forward_pass import Attention, Batch
 from worker.training.model import attention, fused_lora, kernels, loader

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from app.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.job import JobSpec
 
 
 def make_spec(folder: Path, **fields: Any) -> JobSpec:

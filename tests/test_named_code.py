@@ -191,7 +191,7 @@ def test_missing_files_are_found(name: str) -> None:
     "name", ["app.lifecycle", "app.runs.state.machine.Lifecycle", "app.config.Settings.colour", "worker.pump"]
 )
 def test_names_that_do_not_resolve_are_found(name: str) -> None:
-    right = "`app.runs.state.machine.claim` `app.contracts.stop.StopRequest.mode` `app.runs.queries` `anneal.run_next`"
+    right = "`app.runs.state.machine.claim` `anneal.contracts.stop.StopRequest.mode` `app.audit` `anneal.run_next`"
     assert unresolved_names(f"`{name}` {right}") == [name]
 
 

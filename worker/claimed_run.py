@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from sqlalchemy import Row
 
-from app.contracts.run_task import RunTask
+from anneal.contracts.run_task import RunTask
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import psutil
 
+from anneal.contracts.attempt.device import AssignedDevice
 from app.config import Settings, visible_gpus
-from app.contracts.attempt.device import AssignedDevice
 
 log = logging.getLogger(__name__)
 

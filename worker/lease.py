@@ -9,10 +9,10 @@ from typing import Any, Self
 from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.attempt.messages import ActionRequest, ControlMessage
-from app.contracts.attempt.part_activity import PartActivity
-from app.contracts.attempt.part_end import PartEnd
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ActionRequest, ControlMessage
+from anneal.contracts.attempt.part_activity import PartActivity
+from anneal.contracts.attempt.part_end import PartEnd
+from anneal.contracts.stop import StopRequest
 from app.infra.clock import since_boot
 from app.infra.log_setup import with_current_context
 from app.runs.state import machine, parts

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from app.contracts.plugins import PLUGINS
-from app.contracts.training_config.optimizers import OPTIMIZERS
+from anneal.contracts.plugins import PLUGINS
+from anneal.contracts.training_config.optimizers import OPTIMIZERS
 from app.estimator.activations import LIGER_PACKAGE
 from app.infra.process.identity import ProcessIdentity
 from app.runs.state import machine as state_machine

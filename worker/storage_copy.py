@@ -11,8 +11,8 @@ from typing import Any
 
 from sqlalchemy import Engine, Executable, func, select, update
 
+from anneal.contracts.attempt.records import is_record
 from app.config import Settings, get_settings
-from app.contracts.attempt.records import is_record
 from app.infra import log_setup
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError

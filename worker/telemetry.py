@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.device_telemetry import DeviceTelemetry
-from app.contracts.field_types import format_timestamp
+from anneal.contracts.device_telemetry import DeviceTelemetry
+from anneal.contracts.field_types import format_timestamp
 from app.runs.events.log import NewEvent
 from app.workers import registry
 from worker import devices

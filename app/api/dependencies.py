@@ -7,9 +7,9 @@ from typing import Annotated, Any, Protocol
 from fastapi import Depends, Header, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import invalid
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.infra.storage import Storage
 
 

@@ -19,12 +19,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.requests import RunCreate
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.peer_names import RESOURCES
-from app.contracts.training_config.validation import config_errors
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.requests import RunCreate
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.peer_names import RESOURCES
+from anneal.contracts.training_config.validation import config_errors
 from app.infra.db import is_away, is_conflict
 from app.infra.files.disk_space import FULL, DiskReserveReached
 from app.infra.files.object_store import StoreBusy, StoreUnavailable

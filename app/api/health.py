@@ -6,9 +6,9 @@ from importlib.metadata import version
 from fastapi import APIRouter, Request
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.health import Alive, Ready
 from app.api.errors import RETRY_SECONDS, ApiError, as_api_error
-from app.contracts.errors import FieldError
-from app.contracts.schemas.health import Alive, Ready
 from app.infra.broker import Broker
 from app.tables import migrate
 

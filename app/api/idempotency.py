@@ -3,8 +3,8 @@
 import hashlib
 from dataclasses import dataclass
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import ApiError, invalid
-from app.contracts.errors import FieldError
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from anneal.contracts.errors import FieldError, ProblemDetails
+from anneal.contracts.events import EVENTS
 from app.api.authorization import is_public_call
 from app.api.errors import MEDIA_TYPE
-from app.contracts.errors import FieldError, ProblemDetails
-from app.contracts.events import EVENTS
 
 _ALWAYS = {
     "400": "The request could not be read.",

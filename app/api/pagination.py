@@ -10,8 +10,8 @@ from sqlalchemy import ColumnElement, Select, Text, and_, cast, exists, func, or
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import invalid
-from app.contracts.errors import FieldError
 
 T = TypeVar("T")
 _ID = re.compile(r"[a-z]{1,12}_[0-9a-z]{26}")

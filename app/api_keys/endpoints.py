@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Response
 
+from anneal.contracts.schemas.api_keys import KeyCreate, KeyCreated, KeyEdit, KeyView
+from anneal.contracts.schemas.page import Page
 from app.api.authorization import AdminOnly, CurrentCaller
 from app.api.dependencies import Session
 from app.api.pagination import PageQuery
 from app.api_keys import service
-from app.contracts.schemas.api_keys import KeyCreate, KeyCreated, KeyEdit, KeyView
-from app.contracts.schemas.page import Page
 
 router = APIRouter(prefix="/keys", tags=["keys"], dependencies=[AdminOnly])
 

@@ -8,14 +8,14 @@ from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from anneal.contracts.field_types import changed_fields
+from anneal.contracts.schemas.api_keys import KeyCreate, KeyEdit, KeyView
 from app.api.authorization import SCOPES
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch_page
 from app.api_keys.verifier import digest_of, is_valid
 from app.audit.log import command_entry
 from app.config import Settings
-from app.contracts.field_types import changed_fields
-from app.contracts.schemas.api_keys import KeyCreate, KeyEdit, KeyView
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.tables.api_keys import ApiKey

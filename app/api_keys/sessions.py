@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Depends, Request, Response
 from sqlalchemy import select
 
+from anneal.contracts.schemas.api_keys import LinkRead, SessionCreate, SessionRead, TicketCreate, TicketRead
 from app.api.authorization import Caller, CurrentCaller
 from app.api.dependencies import Session
 from app.api.errors import ApiError, not_found
@@ -11,7 +12,6 @@ from app.api_keys import cookies, tokens
 from app.api_keys.middleware import KEY, is_surely_wrong, wrong_credentials
 from app.api_keys.verifier import KeyVerifier
 from app.audit.log import AuditedCall
-from app.contracts.schemas.api_keys import LinkRead, SessionCreate, SessionRead, TicketCreate, TicketRead
 from app.tables.api_keys import ApiKey
 from app.tables.runs import Run
 

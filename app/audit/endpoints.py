@@ -5,12 +5,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
+from anneal.contracts.schemas.audit import AuditView
+from anneal.contracts.schemas.page import Page
 from app.api.authorization import AdminOnly
 from app.api.dependencies import Session
 from app.api.pagination import PageQuery, fetch_page
 from app.audit.log import Filters, select_entries
-from app.contracts.schemas.audit import AuditView
-from app.contracts.schemas.page import Page
 from app.tables.audit import AuditEntry
 
 router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[AdminOnly])

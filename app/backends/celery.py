@@ -9,17 +9,17 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from starlette.background import BackgroundTasks
 
+from anneal.contracts.backends import BackendRules, TrainingBackend
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.checkpoints import CheckpointExport
+from anneal.contracts.schemas.estimates import RunEstimate
+from anneal.contracts.schemas.runs.placement import ResourceRequest
+from anneal.contracts.schemas.runs.reads import RunRead, TrainingRun
+from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
+from anneal.contracts.stop import StopMode
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.config import Settings
-from app.contracts.backends import BackendRules, TrainingBackend
-from app.contracts.errors import FieldError
-from app.contracts.schemas.checkpoints import CheckpointExport
-from app.contracts.schemas.estimates import RunEstimate
-from app.contracts.schemas.runs.placement import ResourceRequest
-from app.contracts.schemas.runs.reads import RunRead, TrainingRun
-from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
-from app.contracts.stop import StopMode
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, normalize_numbers
 from app.estimator.steps import Data
 from app.infra.broker import Broker
 from app.infra.ids import is_id

@@ -6,12 +6,12 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BackendRead, BackendRules
+from anneal.contracts.schemas.page import Page
+from anneal.contracts.training_config import groups
 from app.api.dependencies import CurrentSettings, Session, release_connection
 from app.api.errors import not_found
 from app.config import Settings
-from app.contracts.backends import BackendRead, BackendRules
-from app.contracts.schemas.page import Page
-from app.contracts.training_config import groups
 from app.estimator.model_sizes import largest_model
 from app.runs.estimates.devices import online_devices
 from app.runs.validation.backends import shown_backends, unavailable_reason

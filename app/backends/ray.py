@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from anneal.contracts.stop import StopMode
 from app.backends.celery import CeleryBackend
-from app.contracts.stop import StopMode
 from app.runs.creation import RunTransaction
 from app.tables.runs import Run
 

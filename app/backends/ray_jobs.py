@@ -17,11 +17,11 @@ from typing import Any
 from sqlalchemy import Executable, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from anneal.contracts.run_status import LIVE
+from anneal.contracts.schemas.runs.placement import PendingReason
 from app.backends import ray_reasons
 from app.backends.ray_api import Job, Node, RayApi, RayError, RayUnreachable
 from app.config import Settings
-from app.contracts.run_status import LIVE
-from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.db import is_away

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from anneal.contracts.schemas.runs.placement import PendingReason
 from app.backends.ray_api import Node, RayError
-from app.contracts.schemas.runs.placement import PendingReason
 
 
 def kind_of(run: Any) -> str:

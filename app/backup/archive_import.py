@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, select, text
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
+from anneal.contracts.run_status import TERMINAL
 from app.backup.archive import ArchiveReader
 from app.backup.contents import Contents, find_problems
 from app.backup.home_database import open_database
@@ -21,7 +22,6 @@ from app.backup.progress import Progress
 from app.backup.shown_values import invalid_column
 from app.backup.tables import DATASETS, EVENTS, EXPERIMENTS, KEYS, RUNS, TABLES, ArchivedTable
 from app.config import Settings
-from app.contracts.run_status import TERMINAL
 from app.datasets.service import EXTENSION
 from app.infra.clock import utc_now
 from app.infra.db import sync_engine

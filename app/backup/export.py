@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, or_, select
 
+from anneal.contracts.run_status import TERMINAL
 from app.backup.archive import ArchiveWriter
 from app.backup.contents import Contents, find_problems, open_snapshot
 from app.backup.copying import SourceFile, UnreadableFile, open_source, pieces_of, stored_files
@@ -17,7 +18,6 @@ from app.backup.layout import FileEntry, Problem, file_problem
 from app.backup.progress import Progress
 from app.backup.tables import DATASETS, EXPERIMENTS, KEYS, TABLES
 from app.config import Settings
-from app.contracts.run_status import TERMINAL
 from app.infra.clock import utc_now
 from app.infra.errors import SetupError
 from app.infra.files.untrusted_folder import OutsideStorage, read_below

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from anneal.local_service import is_held, read_json
 from app.config import Settings
 from app.infra.errors import SetupError
-from app.infra.home_lock import HomeLock, is_held
-from app.infra.private_files import read_json
+from app.infra.home_lock import HomeLock
 from app.infra.server_urls import check_urls
 from app.standalone.servers import EmbeddedServers
 

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from app.contracts.attempt.failure_report import FailureReport
-from app.contracts.events import EVENT_TYPES
-from app.contracts.methods import TrainingMethod
-from app.contracts.schemas.actions import ActionRead
-from app.contracts.schemas.checkpoints import CheckpointRead
-from app.contracts.schemas.datasets import DatasetView
-from app.contracts.schemas.experiments import ExperimentSummary
-from app.contracts.schemas.runs.reads import RunRead
+from anneal.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.events import EVENT_TYPES
+from anneal.contracts.methods import TrainingMethod
+from anneal.contracts.schemas.actions import ActionRead
+from anneal.contracts.schemas.checkpoints import CheckpointRead
+from anneal.contracts.schemas.datasets import DatasetView
+from anneal.contracts.schemas.experiments import ExperimentSummary
+from anneal.contracts.schemas.runs.reads import RunRead
 from app.runs.metrics.rollups import MOST_STEP, VALUES, step_of
 from app.runs.queue.durations import Timings
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
+from anneal.contracts.methods import method_of
+from anneal.contracts.training_config.resolution import LONGEST_SEQUENCE
 from app.base_models.model_folder import ModelFolder
 from app.base_models.resolver import WEIGHTS_FILE, BaseModelError
-from app.contracts.methods import method_of
-from app.contracts.training_config.resolution import LONGEST_SEQUENCE
 from app.estimator.architecture import UnknownArchitecture, impossible_size, read_architecture
 from app.estimator.parameters import module_names
 

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypedDict
 
+from anneal.contracts.attempt.job import MERGED_BASE
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
-from app.contracts.attempt.job import MERGED_BASE
 from app.infra.files.untrusted_folder import OutsideStorage, refuse_outside
 from app.infra.ids import is_id
 from app.infra.storage import Storage

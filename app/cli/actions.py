@@ -20,9 +20,9 @@ from app.cli.console import (
 from app.cli.names import RunId, id_within
 
 if TYPE_CHECKING:
-    from app.client.actions import Name
-    from app.client.client import Anneal
-    from app.contracts.schemas.actions import ActionRead
+    from anneal.client.actions import Name
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.actions import ActionRead
 
 commands = command_group("Actions on a running run. Example: `anneal actions checkpoint --wait run_…`.")
 

@@ -22,9 +22,9 @@ def audit(
     """
     from sqlalchemy.orm import Session
 
+    from anneal.contracts.schemas.audit import AuditView
+    from anneal.contracts.schemas.page import Page
     from app.audit.log import Filters, select_entries
-    from app.contracts.schemas.audit import AuditView
-    from app.contracts.schemas.page import Page
     from app.infra.clock import utc_now
     from app.infra.db import sync_engine
     from app.tables.audit import AuditEntry

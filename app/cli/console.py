@@ -19,8 +19,8 @@ from app.infra.terminal_text import plain_json, plain_line, plain_number, plain_
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from app.client.client import Anneal
-    from app.contracts.errors import FieldError
+    from anneal.client.client import Anneal
+    from anneal.contracts.errors import FieldError
 
 _json_errors: ContextVar[bool] = ContextVar("json_errors", default=False)
 _ca_file: ContextVar[Path | None] = ContextVar("ca_file", default=None)
@@ -113,8 +113,8 @@ def new_quota(max_devices: int | None, no_max_devices: bool) -> dict[str, int | 
 @contextmanager
 def open_client() -> "Iterator[Anneal]":
     """Yield a client of the service; print its errors as one sentence and exit with code 1."""
-    from app.client.client import Anneal
-    from app.client.errors import AnnealError
+    from anneal.client.client import Anneal
+    from anneal.client.errors import AnnealError
 
     reported: list[AnnealError] = []
 
@@ -132,8 +132,9 @@ def plain_errors() -> Iterator[None]:
     """Print errors that the user can fix and exit with code 1. A traceback is a bug in Anneal."""
     from pydantic import ValidationError
 
-    from app.client.errors import AnnealError
-    from app.config import ClientSettings, Settings
+    from anneal.client.errors import AnnealError
+    from anneal.settings import ClientSettings
+    from app.config import Settings
 
     try:
         yield
@@ -163,7 +164,7 @@ def plain_errors() -> Iterator[None]:
 @contextmanager
 def option_hint(code: str, sentence: str) -> Iterator[None]:
     """Append to errors with this code a sentence that names the matching command-line option."""
-    from app.client.errors import AnnealError
+    from anneal.client.errors import AnnealError
 
     try:
         yield

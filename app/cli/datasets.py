@@ -26,7 +26,7 @@ from app.cli.console import (
 from app.cli.names import DatasetId, Sources, id_of_dataset
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.datasets import DatasetView
+    from anneal.contracts.schemas.datasets import DatasetView
 
 commands = command_group("Datasets: files of training rows. Example: `anneal datasets upload chats.jsonl`.")
 
@@ -161,7 +161,7 @@ def _print_created(dataset: "DatasetView", as_json: bool) -> None:
 
 def _source_text(dataset: "DatasetView") -> str:
     """Return how the dataset was made in words, such as `csv with semicolons, gzip, alpaca`."""
-    from app.contracts.schemas.datasets import MixRecipe
+    from anneal.contracts.schemas.datasets import MixRecipe
 
     source = dataset.source
     if isinstance(source, MixRecipe):

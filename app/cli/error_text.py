@@ -4,7 +4,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from app.client.errors import AnnealError
+    from anneal.client.errors import AnnealError
 
 _COMMANDS = (
     (r"GET /v1/runs/([^/\s]+)/actions", r"`anneal actions list \1`"),

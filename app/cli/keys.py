@@ -21,7 +21,7 @@ from app.cli.errors import environment_settings, plain_errors, settings_with_url
 from app.infra.errors import SetupError
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.api_keys import KeyView
+    from anneal.contracts.schemas.api_keys import KeyView
 
 keys = typer.Typer(
     cls=CommandGroup,
@@ -35,7 +35,7 @@ KeyId = Annotated[str, typer.Argument(help="Id of the key, from `anneal keys lis
 
 def _is_remote() -> bool:
     """Return True if the environment names a service and no database: the keys are those of that service."""
-    from app.config import ClientSettings
+    from anneal.settings import ClientSettings
 
     with plain_errors():
         return ClientSettings().url is not None and environment_settings().database_url is None
@@ -143,8 +143,8 @@ def edit_key(
 def _edit_here(key_id: str, changes: dict[str, Any]) -> "KeyView":
     from pydantic import ValidationError
 
+    from anneal.contracts.schemas.api_keys import KeyEdit
     from app.api_keys.service import edit_key_sync
-    from app.contracts.schemas.api_keys import KeyEdit
 
     with plain_errors():
         try:

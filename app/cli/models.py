@@ -18,7 +18,7 @@ from app.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.models import ModelRead
+    from anneal.contracts.schemas.models import ModelRead
 
 commands = command_group("Base models on the server. Example: `anneal models list`.")
 
@@ -69,9 +69,9 @@ def create(
     """
     from pydantic import TypeAdapter, ValidationError
 
+    from anneal.contracts.field_types import ModelName
     from app.base_models import tiny_model
     from app.config import get_settings
-    from app.contracts.field_types import ModelName
 
     with plain_errors():
         folder = get_settings().models_folder

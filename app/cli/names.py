@@ -12,8 +12,8 @@ from app.cli.console import ca_file, fail, open_client
 from app.infra.ids import is_id
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.schemas.runs.reads import RunSummary
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.runs.reads import RunSummary
 
 Noun = Literal["run", "dataset", "experiment"]
 _PREFIXES: dict[Noun, str] = {"run": "run", "dataset": "ds", "experiment": "exp"}
@@ -115,8 +115,8 @@ def _completer(noun: Noun) -> "Callable[[str], Iterator[tuple[str, str]]]":
     def offer_names(incomplete: str) -> Iterator[tuple[str, str]]:
         from pydantic import ValidationError
 
-        from app.client.client import Anneal
-        from app.client.errors import AnnealError
+        from anneal.client.client import Anneal
+        from anneal.client.errors import AnnealError
 
         try:
             with Anneal(ca_file=ca_file(), patience=0) as client:

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anneal.contracts.run_status import LIVE
 from app.cli.console import AsJson, ca_file, fail, open_client, print_details, print_json, print_note, print_text
 from app.cli.runs.state_text import status_text
-from app.contracts.run_status import LIVE
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.config import ClientSettings
+    from anneal.client.client import Anneal
+    from anneal.settings import ClientSettings
 
 _MOST_SHOWN = 20
 _EXTRA_SECONDS = 60.0
@@ -25,7 +25,7 @@ def status(as_json: AsJson = False) -> None:
 
     Example: `anneal status`
     """
-    from app.config import ClientSettings
+    from anneal.settings import ClientSettings
     from app.infra import home_lock
 
     settings = ClientSettings()
@@ -43,8 +43,8 @@ def status(as_json: AsJson = False) -> None:
 
 def _service_report(settings: "ClientSettings") -> dict[str, Any]:
     """Return what the service reports, or why it does not."""
-    from app.client.client import Anneal
-    from app.client.errors import AnnealError
+    from anneal.client.client import Anneal
+    from anneal.client.errors import AnnealError
 
     report: dict[str, Any] = {"url": settings.url, "ready": False, "version": None, "problem": None}
     try:
@@ -67,7 +67,7 @@ def _service_report(settings: "ClientSettings") -> dict[str, Any]:
 
 
 def _service_version(client: "Anneal", report: dict[str, Any]) -> str | None:
-    from app.client.errors import AnnealError
+    from anneal.client.errors import AnnealError
 
     try:
         return client.service.ready().version
@@ -133,6 +133,7 @@ def down(as_json: AsJson = False) -> None:
 
     Example: `anneal down`
     """
+    from anneal.local_service import is_held
     from app.cli.errors import environment_settings, plain_errors
     from app.infra import home_lock
 
@@ -141,7 +142,7 @@ def down(as_json: AsJson = False) -> None:
     home: Path = settings.home
     stopping = home_lock.stop_holder(home)
     if stopping is None:
-        if home_lock.is_held(home):
+        if is_held(home):
             fail(f"The `anneal up` of {home} runs in another container or as another user: stop it there.")
         print_note(f"No `anneal up` runs for {home}; nothing to stop.")
         _print_down(as_json, None)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from app.cli.console import After, AsJson, Limit, command_group, open_client, print_listing, split_page
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.workers import DeviceRead
+    from anneal.contracts.schemas.workers import DeviceRead
 
 commands = command_group("Workers: the processes that execute runs. Example: `anneal workers list`.")
 

@@ -5,6 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Header, Query, Request, Response
 from starlette.responses import FileResponse
 
+from anneal.contracts.field_types import DatasetFormat
+from anneal.contracts.schemas.datasets import UPLOAD_BODY, DatasetMix, DatasetRows, DatasetSummary, DatasetView
+from anneal.contracts.schemas.page import Page
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release_connection
 from app.api.file_response import OpenFileResponse
@@ -12,9 +15,6 @@ from app.api.idempotency import Idempotency
 from app.api.open_responses import DownloadLimit
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit.log import call_of
-from app.contracts.field_types import DatasetFormat
-from app.contracts.schemas.datasets import UPLOAD_BODY, DatasetMix, DatasetRows, DatasetSummary, DatasetView
-from app.contracts.schemas.page import Page
 from app.datasets import mix, rows, service, sources
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])

@@ -19,10 +19,11 @@ from urllib.parse import quote
 
 import httpx
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.datasets import HubImport
+from anneal.settings import proxy_of
 from app.api.errors import ApiError, invalid, to_printable
-from app.config import hub_endpoint, proxy_of
-from app.contracts.errors import FieldError
-from app.contracts.schemas.datasets import HubImport
+from app.config import hub_endpoint
 
 _PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
 

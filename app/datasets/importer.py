@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import ApiError, invalid, too_large
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.datasets.readers.csv_table import TableReader
 from app.datasets.readers.file_type import HEAD_BYTES, FileType, Reader, kind_of
 from app.datasets.readers.gzip_stream import GzipStream
@@ -73,7 +73,7 @@ class ImportedFile:
     columns: list[str]
     preview: list[Any]
     source: dict[str, Any]
-    """Recognized source, as `app.contracts.schemas.datasets.DatasetSource`."""
+    """Recognized source, as `anneal.contracts.schemas.datasets.DatasetSource`."""
     token_statistics: dict[str, Any] | None = None
     digest: str = ""
     """Digest of the request: of the original file and of all fields."""

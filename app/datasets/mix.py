@@ -13,10 +13,10 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.datasets import DatasetMix, MixRecipe, MixSource, UsedSource
 from app.api.errors import invalid
 from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.schemas.datasets import DatasetMix, MixRecipe, MixSource, UsedSource
 from app.datasets import service
 from app.datasets.importer import ImportedFile, StoredFile, run_with_slot
 from app.datasets.row_writer import MOST_BAD_ROWS, MOST_COLUMNS, PREVIEW_ROWS, shorten_row

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import to_printable
-from app.contracts.errors import FieldError
 from app.datasets import formats
 from app.datasets.messages import BadRow, Row
 from app.datasets.token_counter import TokenCounter

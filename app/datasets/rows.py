@@ -4,9 +4,9 @@ import json
 import os
 from typing import Any, BinaryIO
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.datasets import DatasetRow, DatasetRows
 from app.api.errors import conflict, invalid
-from app.contracts.errors import FieldError
-from app.contracts.schemas.datasets import DatasetRow, DatasetRows
 from app.infra.files.object_store import StoredFile
 
 _MOST_TEXT = 2000

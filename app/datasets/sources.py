@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.datasets import HubImport
 from app.api.errors import ApiError, from_validation, invalid, too_large
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.schemas.datasets import HubImport
 from app.datasets import upload
 from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, run_with_slot
 from app.datasets.token_counter import MOST_TOKENIZER_BYTES, TokenCounter

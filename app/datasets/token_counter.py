@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import ApiError, invalid, to_printable
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.infra.process.sandbox import ChildFailed, SandboxProcess
 
 MOST_TOKENIZER_BYTES = 64 * 1024**2

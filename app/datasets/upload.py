@@ -9,9 +9,9 @@ from typing import Any
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import ApiError, invalid, to_printable
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.datasets.formats import FORMATS
 from app.datasets.importer import DatasetImporter, ImportedFile, ImportOptions, in_thread, run_with_slot
 from app.datasets.readers.file_type import KINDS, FileType

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch, Forward, Loaded
 from app.estimator.parameters import Trained, Weight, module_name, trainable_part

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from app.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
+from anneal.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
 
 Norm = Literal["rms", "gemma", "layer"]
 """Normalization of a layer: RMSNorm, RMSNorm with Gemma's order of casts, or LayerNorm (mean and bias)."""

@@ -18,8 +18,8 @@ Conventions, those of PaLM (https://arxiv.org/abs/2204.02311, appendix B) and Me
 
 from dataclasses import dataclass
 
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Activations, Checkpointing, Precision, compute_activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Batch

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.optimizers import OPTIMIZERS
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.optimizers import OPTIMIZERS
 from app.estimator.activations import Activations, Checkpointing, Precision, compute_activations
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch

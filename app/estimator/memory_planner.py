@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator.activations import Checkpointing, Precision
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Batch

@@ -3,9 +3,9 @@
 from functools import lru_cache
 from typing import Literal
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.activations import Precision
 from app.estimator.architecture import Architecture, read_architecture
 from app.estimator.forward_pass import Batch

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Literal
 
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator.architecture import Architecture
 
 Kind = Literal["linear", "embedding", "norm", "router", "experts"]

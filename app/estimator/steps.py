@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
 from app.estimator.architecture import Architecture
 from app.estimator.forward_pass import Attention, Batch
 

@@ -4,11 +4,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
 
+from anneal.contracts.schemas.experiments import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
+from anneal.contracts.schemas.page import Page
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import Session
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
-from app.contracts.schemas.experiments import ExperimentCreate, ExperimentEdit, ExperimentSummary, ExperimentView
-from app.contracts.schemas.page import Page
 from app.experiments import service
 from app.runs import deletion
 

@@ -5,12 +5,12 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.field_types import changed_fields
+from anneal.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.run_status import TERMINAL, TrainingStatus
+from anneal.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch_page, found_by, search_condition
-from app.contracts.field_types import changed_fields
-from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.run_status import TERMINAL, TrainingStatus
-from app.contracts.schemas.experiments import BestRun, ExperimentContents, ExperimentCreate, ExperimentEdit
 from app.infra.ids import new_id
 from app.runs import deletion
 from app.runs.queries import best_of

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from anneal.local_service import is_held, try_lock
 from app.infra.errors import SetupError
 from app.infra.private_files import make_private_folder
 from app.infra.process.handle import ProcessHandle, open_process
@@ -27,7 +28,7 @@ class HomeLock:
         make_private_folder(self.path.parent)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (is_ours := _try_lock(descriptor, fcntl.LOCK_EX)) and time.monotonic() < deadline:
+        while not (is_ours := try_lock(descriptor, fcntl.LOCK_EX)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if not is_ours:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
@@ -47,18 +48,6 @@ class HomeLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def is_held(home: Path) -> bool:
-    """Return True while an `anneal up` of this home runs: only its owner can open the lock."""
-    try:
-        descriptor = os.open(home / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
 
 
 def holder_pid(home: Path) -> int | None:
@@ -130,12 +119,3 @@ def _has_open(pid: int, path: Path) -> bool:
                 if descriptor.samefile(path):
                     return True
     return False
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    """Take a lock if it is free; return True if it was."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -57,12 +57,3 @@ def try_write_private_json(path: Path, value: dict[str, Any], *, durable: bool =
         log.info("%s is not up to date, because it cannot be written: %s", path, error.strerror)
         return False
     return True
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None if the file is missing or invalid."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

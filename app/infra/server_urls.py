@@ -3,10 +3,10 @@
 import redis
 from sqlalchemy.exc import ArgumentError
 
+from anneal.local_service import read_json
 from app.config import Settings
 from app.infra.db import driver_url
 from app.infra.errors import SetupError
-from app.infra.private_files import read_json
 
 
 def resolve_urls(settings: Settings) -> Settings:

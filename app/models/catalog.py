@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from anneal.contracts.field_types import ModelName
+from anneal.contracts.schemas.models import ModelRead
 from app.base_models import resolver
 from app.base_models.compatibility import longest_sequence
 from app.base_models.model_folder import ModelFolder
 from app.base_models.resolver import BaseModelError
 from app.config import Settings
-from app.contracts.field_types import ModelName
-from app.contracts.schemas.models import ModelRead
 from app.estimator.architecture import UnknownArchitecture, read_architecture
 from app.estimator.parameters import total_parameters
 from app.infra.storage import Storage

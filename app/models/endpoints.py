@@ -4,9 +4,9 @@ import asyncio
 
 from fastapi import APIRouter
 
+from anneal.contracts.schemas.models import ModelRead
+from anneal.contracts.schemas.page import Page
 from app.api.dependencies import CurrentSettings, CurrentStorage
-from app.contracts.schemas.models import ModelRead
-from app.contracts.schemas.page import Page
 from app.models.catalog import list_models
 
 router = APIRouter(prefix="/models", tags=["models"])

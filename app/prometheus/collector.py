@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from anneal.contracts.run_status import LIVE, TERMINAL
 from app.api.middleware.request_metrics import RequestMetrics
-from app.contracts.run_status import LIVE, TERMINAL
 from app.infra.broker import Broker
 from app.prometheus.snapshot import Snapshot
 from app.runs.events.stream import Streams

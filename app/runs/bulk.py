@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from fastapi import Request
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.schemas.runs.bulk import RunChange, RunChanges
+from anneal.contracts.schemas.runs.requests import MOST_TAGS
 from app.api.errors import ApiError, conflict
 from app.audit import log as audit
-from app.contracts.schemas.runs.bulk import RunChange, RunChanges
-from app.contracts.schemas.runs.requests import MOST_TAGS
 from app.runs import service
 
 

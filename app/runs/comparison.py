@@ -6,13 +6,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.run_status import TrainingStatus
+from anneal.contracts.schemas.actions import CHANGED_BY_ACTIONS
+from anneal.contracts.schemas.runs.comparison import ComparedRun, Reached, RunComparison
+from anneal.contracts.schemas.runs.placement import Resources
 from app.api.errors import invalid, not_found
-from app.contracts.errors import FieldError
-from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.run_status import TrainingStatus
-from app.contracts.schemas.actions import CHANGED_BY_ACTIONS
-from app.contracts.schemas.runs.comparison import ComparedRun, Reached, RunComparison
-from app.contracts.schemas.runs.placement import Resources
 from app.runs import service
 from app.runs.metrics.curves import read_curves
 from app.tables.runs import Run

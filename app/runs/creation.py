@@ -9,10 +9,10 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.background import BackgroundTasks
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.requests import RunCheck, RunCreate
 from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.requests import RunCheck, RunCreate
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.estimates import service as estimates

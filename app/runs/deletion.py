@@ -7,8 +7,8 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
+from anneal.contracts.run_status import TERMINAL
 from app.api.errors import conflict, not_found
-from app.contracts.run_status import TERMINAL
 from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage

@@ -7,11 +7,11 @@ from typing import Annotated
 from fastapi import BackgroundTasks, Depends, Request, Response
 from sqlalchemy import select
 
+from anneal.contracts.backends import TrainingBackend
+from anneal.contracts.schemas.runs.reads import RunRead
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentStorage, IdempotencyKey, Session
 from app.api.idempotency import Idempotency
-from app.contracts.backends import TrainingBackend
-from app.contracts.schemas.runs.reads import RunRead
 from app.infra.storage import Storage
 from app.runs import serializers
 from app.runs.creation import RunTransaction

@@ -8,25 +8,19 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.api.authorization import CurrentCaller
-from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
-from app.api.errors import invalid
-from app.api.pagination import FindQuery, PageQuery, SearchQuery
-from app.audit import log as audit
-from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.gpus import find_gpu, gpu_names, may_be
-from app.contracts.methods import TrainingMethod
-from app.contracts.run_status import RunSort, TrainingStatus
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.checkpoints import CheckpointExport
-from app.contracts.schemas.estimates import Estimated, KeptEstimate
-from app.contracts.schemas.page import Page
-from app.contracts.schemas.runs.bulk import RunChanges, RunsDelete, RunsStop, RunsTag
-from app.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
-from app.contracts.schemas.runs.comparison import RunComparison
-from app.contracts.schemas.runs.reads import RunCounts, RunFull, RunRead, RunRow, RunStopped, RunSummary
-from app.contracts.schemas.runs.requests import (
+from anneal.contracts.errors import FieldError
+from anneal.contracts.gpus import find_gpu, gpu_names, may_be
+from anneal.contracts.methods import TrainingMethod
+from anneal.contracts.run_status import RunSort, TrainingStatus
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.checkpoints import CheckpointExport
+from anneal.contracts.schemas.estimates import Estimated, KeptEstimate
+from anneal.contracts.schemas.page import Page
+from anneal.contracts.schemas.runs.bulk import RunChanges, RunsDelete, RunsStop, RunsTag
+from anneal.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
+from anneal.contracts.schemas.runs.comparison import RunComparison
+from anneal.contracts.schemas.runs.reads import RunCounts, RunFull, RunRead, RunRow, RunStopped, RunSummary
+from anneal.contracts.schemas.runs.requests import (
     EvaluationCreate,
     RunCheck,
     RunCreate,
@@ -35,7 +29,13 @@ from app.contracts.schemas.runs.requests import (
     RunStop,
     RunToEstimate,
 )
-from app.contracts.stop import StopMode
+from anneal.contracts.stop import StopMode
+from app.api.authorization import CurrentCaller
+from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, Snapshot
+from app.api.errors import invalid
+from app.api.pagination import FindQuery, PageQuery, SearchQuery
+from app.audit import log as audit
+from app.config import Settings
 from app.estimator.steps import Data
 from app.infra.storage import Storage
 from app.runs import bulk, comparison, deletion, queries, serializers, service, stop_outlook

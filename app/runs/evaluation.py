@@ -8,19 +8,19 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import METHODS, Method, RlhfOptions, TrainingMethod, method_of
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCreate
+from anneal.contracts.training_config.adapters import CHANGES_BASE
+from anneal.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NOT_IN_PROBE, SUPERVISED_ONLY
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.api.dependencies import release_connection
 from app.api.errors import invalid
 from app.base_models import resolver
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.errors import FieldError
-from app.contracts.methods import METHODS, Method, RlhfOptions, TrainingMethod, method_of
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.requests import EvaluationCreate, RunCreate
-from app.contracts.training_config.adapters import CHANGES_BASE
-from app.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NOT_IN_PROBE, SUPERVISED_ONLY
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
 from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert_run

@@ -4,18 +4,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.errors import FieldError
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.checkpoints import CheckpointExport
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.raw_config import drop_unknown_fields
+from anneal.contracts.training_config.rules import gguf_conflicts, wants_adapter
+from anneal.contracts.training_config.validation import config_errors
 from app.api.errors import conflict, invalid
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.errors import FieldError
-from app.contracts.run_status import TERMINAL
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.checkpoints import CheckpointExport
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import drop_unknown_fields
-from app.contracts.training_config.rules import gguf_conflicts, wants_adapter
-from app.contracts.training_config.validation import config_errors
 from app.runs import service
 from app.runs.checkpoints.service import get_checkpoint
 from app.runs.creation import RunTransaction, find_by_idempotency_key, insert_run

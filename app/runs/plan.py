@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from app.contracts.backends import BACKEND_RULES, BackendRules
-from app.contracts.errors import FieldError
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import ResourceRequest, Resources
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities, machine_conflicts
+from anneal.contracts.backends import BACKEND_RULES, BackendRules
+from anneal.contracts.errors import FieldError
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.placement import ResourceRequest, Resources
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities, machine_conflicts
 from app.infra.ids import new_id
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run

@@ -26,13 +26,13 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.run_status import TERMINAL, RunSort, TrainingStatus
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.placement import Requirements, Resources
 from app.api.errors import ApiError, invalid
 from app.api.pagination import Paging, found_by, newest_first, search_condition
-from app.contracts.errors import FieldError
-from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.run_status import TERMINAL, RunSort, TrainingStatus
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import Requirements, Resources
 from app.runs.checkpoints.service import preferred_place
 from app.runs.serializers import FULL, SUMMARY
 from app.tables.base import sql_list

@@ -8,20 +8,20 @@ from typing import Any
 from sqlalchemy import Select, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import method_of
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
+from anneal.contracts.schemas.runs.requests import RunResume
+from anneal.contracts.training_config.fields import MOST_MICRO_BATCHES, MOST_STEPS, TrainingConfig
+from anneal.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
+from anneal.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
+from anneal.contracts.training_config.validation import resume_problems
 from app.api.dependencies import release_connection
 from app.api.errors import ApiError, conflict, invalid
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.errors import FieldError
-from app.contracts.methods import method_of
-from app.contracts.run_status import TERMINAL
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
-from app.contracts.schemas.runs.requests import RunResume
-from app.contracts.training_config.fields import MOST_MICRO_BATCHES, MOST_STEPS, TrainingConfig
-from app.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
-from app.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
-from app.contracts.training_config.validation import resume_problems
 from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs import service

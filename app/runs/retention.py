@@ -18,10 +18,10 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
 
+from anneal.contracts.run_status import TERMINAL
 from app.api.errors import as_api_error
 from app.audit.log import KEPT_DAYS
 from app.config import Settings
-from app.contracts.run_status import TERMINAL
 from app.infra.async_tasks import skipping_errors
 from app.infra.clock import ClockWatch
 from app.infra.db import async_engine

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.methods import method_of
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.reads import Prediction, RunRead, RunStopped, StopOutlook
+from anneal.contracts.methods import method_of
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.reads import Prediction, RunRead, RunStopped, StopOutlook
 from app.infra.storage import Storage
 from app.runs import service
 from app.runs.checkpoints.service import preferred_checkpoint

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from sqlalchemy import literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.attempt.run_facts import invalid_facts
+from anneal.contracts.methods import method_of
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.requests import RunEdit
+from anneal.contracts.stop import StopMode
 from app.api.errors import conflict, not_found
-from app.contracts.attempt.run_facts import invalid_facts
-from app.contracts.methods import method_of
-from app.contracts.run_status import TERMINAL
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.requests import RunEdit
-from app.contracts.stop import StopMode
 from app.infra.ids import is_id
 from app.runs.state import machine
 from app.tables.events import RunEvent

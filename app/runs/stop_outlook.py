@@ -3,9 +3,9 @@
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.runs.reads import StopOutlook
-from app.contracts.stop import StopMode
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.schemas.runs.reads import StopOutlook
+from anneal.contracts.stop import StopMode
 from app.runs.checkpoints.service import best_good, furthest_good, slowest_save
 from app.tables.runs import AttemptTimings, Run
 

@@ -2,9 +2,9 @@
 
 from fastapi import APIRouter
 
+from anneal.contracts.schemas.secrets import SecretList, SecretValue, SecretView
 from app.api.authorization import AdminOnly, CurrentCaller
 from app.api.dependencies import CurrentSettings, Session
-from app.contracts.schemas.secrets import SecretList, SecretValue, SecretView
 from app.secrets import service
 
 router = APIRouter(prefix="/secrets", tags=["secrets"], dependencies=[AdminOnly])

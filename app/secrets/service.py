@@ -6,9 +6,9 @@ from typing import TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
 from app.api.errors import ApiError, invalid, not_found
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.secrets import store
 from app.secrets.keyring import KeyringError
 from app.tables.secrets import Secret

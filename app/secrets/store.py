@@ -8,8 +8,8 @@ from sqlalchemy import Connection, Select, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
 
+from anneal.contracts.schemas.secrets import VALUE
 from app.config import Settings
-from app.contracts.schemas.secrets import VALUE
 from app.secrets.keyring import Keyring
 from app.tables.secrets import Secret
 

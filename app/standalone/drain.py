@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from anneal.local_service import read_json
 from app.config import Settings
 from app.infra.errors import SetupError
-from app.infra.private_files import read_json
 from app.workers.status_files import DRAIN_SIGNAL, SHUTDOWN_SIGNAL, WorkerStatus, read_statuses
 
 _LOOK_SECONDS = 0.2

@@ -6,8 +6,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from anneal.local_service import read_json
 from app.infra.errors import SetupError
-from app.infra.private_files import make_private_folder, read_json, try_write_private_json, write_private_json
+from app.infra.private_files import make_private_folder, try_write_private_json, write_private_json
 from app.standalone.postgres import SOCKET, Postgres
 from app.standalone.valkey import Valkey
 

@@ -18,12 +18,13 @@ from urllib.parse import urlsplit
 from sqlalchemy import select as select_rows
 from sqlalchemy.exc import SQLAlchemyError
 
+from anneal.local_service import read_json
 from app.api_keys.service import renew_admin_key_sync
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.files.disk_space import DatabaseReserve
 from app.infra.home_lock import HomeLock
-from app.infra.private_files import make_private_folder, read_json, try_write_private_json
+from app.infra.private_files import make_private_folder, try_write_private_json
 from app.infra.process.children import start_child, stop_child
 from app.infra.server_urls import check_urls
 from app.server import REQUEST_GRACE_SECONDS, base_url, open_listener

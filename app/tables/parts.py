@@ -41,8 +41,8 @@ class RunPart(Base):
     is_leaving: Mapped[bool] = mapped_column(server_default="false")
     """True: the worker is shutting down, so the run is to save and return to the queue."""
     activity: Mapped[dict[str, Any] | None]
-    """`app.contracts.attempt.part_activity.PartActivity`, as of the last renewal."""
+    """`anneal.contracts.attempt.part_activity.PartActivity`, as of the last renewal."""
     ended_at: Mapped[datetime | None]
     """Time at which no process of the part was left, or was known to be dead."""
     outcome: Mapped[dict[str, Any] | None]
-    """`app.contracts.attempt.part_end.PartEnd`; null: its worker was lost."""
+    """`anneal.contracts.attempt.part_end.PartEnd`; null: its worker was lost."""

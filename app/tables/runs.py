@@ -18,9 +18,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Mapped, mapped_column
 
-from app.contracts.run_status import LIVE, STATUSES, TERMINAL, EndReason
-from app.contracts.run_task import RunTask
-from app.contracts.stop import StopMode
+from anneal.contracts.run_status import LIVE, STATUSES, TERMINAL, EndReason
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.stop import StopMode
 from app.tables.base import Base, Owned, sql_list
 
 

@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 
+from anneal.contracts.schemas.page import Page
+from anneal.contracts.schemas.workers import DeviceRead, WorkerRead
 from app.api.dependencies import CurrentSettings, Session
 from app.api.pagination import PageQuery
-from app.contracts.schemas.page import Page
-from app.contracts.schemas.workers import DeviceRead, WorkerRead
 from app.workers import service
 
 router = APIRouter(prefix="/workers", tags=["workers"])

@@ -5,10 +5,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, ColumnExpressionArgument, TextClause, case, func, literal, select, text, true
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BackendRules
+from anneal.contracts.schemas.runs.placement import Placement, name_words
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.config import Settings
-from app.contracts.backends import BackendRules
-from app.contracts.schemas.runs.placement import Placement, name_words
-from app.contracts.training_config.rules import DeviceCapabilities
 from app.tables.workers import Device, Worker
 
 _FRESH_LEASES = 3

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.run_status import LIVE
 from app.api.pagination import Paging, fetch_page
 from app.config import Settings
-from app.contracts.run_status import LIVE
 from app.tables.parts import RunPart
 from app.tables.runs import Run
 from app.tables.workers import Device, Worker

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from app.infra.private_files import read_json, try_write_private_json
+from anneal.local_service import read_json
+from app.infra.private_files import try_write_private_json
 from app.infra.process.handle import open_process
 from app.infra.process.identity import ProcessIdentity
 

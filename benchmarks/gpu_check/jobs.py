@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import LIGER_PACKAGE, Precision
 from app.estimator.memory import estimate_memory

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.training.model.loader import keep_evaluation_neutral, keep_full_precision, unrounded_adapters
 
 RESULT = "result.json"

@@ -5,10 +5,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from app.contracts.methods import DEFAULT_METHOD, METHODS
-from app.contracts.rewards import Reward
-from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
-from app.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
+from anneal.contracts.methods import DEFAULT_METHOD, METHODS
+from anneal.contracts.rewards import Reward
+from anneal.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from anneal.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 from docs.generator import markdown
 
 _COLUMNS = ("field", "type", "default", "meaning")
@@ -41,7 +41,7 @@ Row = tuple[str, str, str, str]
 
 def page() -> str:
     """Return the page."""
-    text = markdown.header("Training configuration", "`app/contracts/training_config/fields.py`") + _INTRO
+    text = markdown.header("Training configuration", "`anneal/contracts/training_config/fields.py`") + _INTRO
     for title, rows in sections():
         text += f"## {title}\n\n" + markdown.table(_COLUMNS, rows)
         if title == _FIELDS:

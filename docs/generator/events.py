@@ -1,11 +1,11 @@
-"""Page of the event types: every model of `app/contracts/events.py` with its fields."""
+"""Page of the event types: every model of `anneal/contracts/events.py` with its fields."""
 
 import inspect
 import json
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from app.contracts import events
+from anneal.contracts import events
 from docs.generator import markdown
 
 _INTRO = """\
@@ -18,7 +18,7 @@ types. `GET /v1/events` streams the types `status`, `progress` and `end` of all 
 
 def page() -> str:
     """Return the page."""
-    text = markdown.header("Events", "`app/contracts/events.py`") + _INTRO
+    text = markdown.header("Events", "`anneal/contracts/events.py`") + _INTRO
     text += "## Fields of every event\n\n" + _fields(events.Event, ())
     shared = tuple(events.Event.model_fields)
     for name, model in models().items():

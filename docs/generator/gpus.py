@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-from app.contracts.gpus import GPUS, Gpu
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.gpus import GPUS, Gpu
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.activations import Precision
 from app.estimator.architecture import Architecture, read_architecture
 from app.estimator.forward_pass import Batch
@@ -60,7 +60,7 @@ GPUs ([several devices](../guides/devices.md)), or train with shorter rows.
 
 def page() -> str:
     """Return the page."""
-    text = markdown.header("Which model fits which GPU", "`app/contracts/gpus.py` and the estimator") + _INTRO
+    text = markdown.header("Which model fits which GPU", "`anneal/contracts/gpus.py` and the estimator") + _INTRO
     classes = _memory_classes()
     for method, title in _METHODS.items():
         rows = [[name, *_cells(read_architecture(shape), method, classes)] for name, shape in _MODELS.items()]

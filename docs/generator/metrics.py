@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from anneal.contracts.device_telemetry import DeviceTelemetry
 from app.api.middleware.request_metrics import RequestMetrics
 from app.config import Settings
-from app.contracts.device_telemetry import DeviceTelemetry
 from app.infra.broker import Broker
 from app.infra.db import async_engine
 from app.prometheus.collector import ServiceCollector

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic_settings import BaseSettings
 
+import anneal.settings
 import app.config
 from docs.generator import markdown
 
@@ -34,9 +35,9 @@ _OTHERS = """\
 
 def page() -> str:
     """Return the page."""
-    text = markdown.header("Service settings", "`app/config.py`") + _INTRO
+    text = markdown.header("Service settings", "`app/config.py` and `anneal/settings.py`") + _INTRO
     text += "## API and workers\n\n" + _table(app.config.Settings)
-    text += "## Command line and Python client\n\n" + _table(app.config.ClientSettings)
+    text += "## Command line and Python client\n\n" + _table(anneal.settings.ClientSettings)
     return text + _OTHERS
 
 
@@ -47,7 +48,7 @@ def _table(model: type[BaseSettings]) -> str:
     for name, field in schema["properties"].items():
         meaning = field.get("description") or described.get(name, "")
         if not meaning:
-            raise ValueError(f"the setting {name} in app/config.py has no description")
+            raise ValueError(f"the setting {name} has no description")
         kind = markdown.type_text(field, schema.get("$defs", {})).removesuffix(" or null")
         rows.append(
             (f"`ANNEAL_{name.upper()}`", kind, _default(name, field), markdown.escape(" ".join(meaning.split())))
@@ -73,9 +74,10 @@ def _default(name: str, field: dict[str, Any]) -> str:
 
 
 def _attribute_docstrings() -> dict[str, str]:
-    """Return the string that follows each attribute in app/config.py."""
-    found = {}
-    for node in ast.walk(ast.parse(Path(app.config.__file__).read_text())):
+    """Return the string that follows each attribute of the settings."""
+    descriptions = {}
+    modules = (anneal.settings, app.config)
+    for node in (node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))):
         if isinstance(node, ast.ClassDef):
             for one, after in zip(node.body, node.body[1:], strict=False):
                 if (
@@ -84,5 +86,5 @@ def _attribute_docstrings() -> dict[str, str]:
                     and isinstance(after, ast.Expr)
                     and isinstance(after.value, ast.Constant)
                 ):
-                    found[one.target.id] = str(after.value.value)
-    return found
+                    descriptions[one.target.id] = str(after.value.value)
+    return descriptions

@@ -71,7 +71,7 @@ def test_help_waits_for_nothing_and_the_client_knows_no_server() -> None:
     commands = "app.cli.main, app.cli.runs.commands, app.cli.datasets, app.cli.experiments, app.cli.workers"
     assert sorted(_loaded_by(commands) & slow) == []
     server = {"fastapi", "starlette", "sqlalchemy", "psycopg", "redis", "uvicorn", "plotext"}
-    assert sorted(_loaded_by("app.client.client") & server) == []
+    assert sorted(_loaded_by("anneal.client.client") & server) == []
 
 
 def test_the_supervisor_imports_neither_torch_nor_http() -> None:

@@ -21,10 +21,10 @@ import httpx
 import pytest
 from sqlalchemy import Engine, select, update
 
+from anneal.contracts.attempt.records import is_record
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
-from app.contracts.attempt.records import is_record
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.training_config.fields import TrainingConfig
 from app.datasets import service
 from app.infra.db import session_maker
 from app.infra.files.object_store import INSTALLATION_MARK, MARK, WrongStore

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import Precision
 from app.estimator.forward_pass import Batch

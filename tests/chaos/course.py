@@ -7,8 +7,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from app.contracts.fake_options import FakeOptions
-from app.contracts.run_status import LIVE, TERMINAL
+from anneal.contracts.fake_options import FakeOptions
+from anneal.contracts.run_status import LIVE, TERMINAL
 from tests.chaos.history import Creation, Event, History, Profile, Row, StopCall, Violation
 
 WRITTEN_BY_LIFECYCLE = ("status", "pending", "error", "end")

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from app.contracts.field_types import format_timestamp
-from app.contracts.run_status import TERMINAL
+from anneal.contracts.field_types import format_timestamp
+from anneal.contracts.run_status import TERMINAL
 from tests.chaos.course import REPAIRED, REQUEUES, WRITTEN_BY_LIFECYCLE, Course, first_difference, is_prefix
 from tests.chaos.history import Event, History, Transcript, Violation
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.contracts.methods import METHODS, RlhfOptions
-from app.contracts.training_config.validation import config_errors
+from anneal.contracts.methods import METHODS, RlhfOptions
+from anneal.contracts.training_config.validation import config_errors
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 TEXT = (GUIDES / "methods.md").read_text()

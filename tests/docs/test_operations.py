@@ -10,7 +10,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.config import REMOVED_SETTINGS, ClientSettings, Settings
+from anneal.settings import ClientSettings
+from app.config import REMOVED_SETTINGS, Settings
 from tests.server import ApiServer
 
 DOCS = Path(__file__).parents[2] / "docs"

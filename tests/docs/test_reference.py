@@ -5,9 +5,10 @@ from typing import get_args
 import pytest
 from pydantic import BaseModel
 
-from app.config import ClientSettings, Settings
-from app.contracts.events import EVENT_TYPES
-from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from anneal.contracts.events import EVENT_TYPES
+from anneal.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from anneal.settings import ClientSettings
+from app.config import Settings
 from docs.generator import configuration, events, http_api
 from docs.generator.pages import PAGES, REFERENCE
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.client.client import Anneal
+from anneal.client.client import Anneal
 from tests import programs
 from tests.e2e.conftest import QLORA, STEPS, TrainingStack
 from tests.stack import Follower, assert_attempts_never_overlap, pids_of_trainers

@@ -1,6 +1,6 @@
 """A real run whose events have every type: each payload has exactly the fields of its model."""
 
-from app.contracts.events import EVENT_TYPES, EVENTS
+from anneal.contracts.events import EVENT_TYPES, EVENTS
 from tests.stack import Stack
 
 NOT_OF_THE_FAKE_TRAINER = {

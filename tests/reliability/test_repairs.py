@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.attempt.failure_report import FailureReport
 from app.runs.postmortem.causes import RunHistory, probable_cause
 from tests.stack import Stack
 from tests.waiting import eventually

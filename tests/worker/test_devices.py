@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from anneal.contracts.attempt.device import AssignedDevice
 from app.config import Settings
-from app.contracts.attempt.device import AssignedDevice
 from worker import devices
 
 

@@ -7,8 +7,8 @@ import pytest
 from sqlalchemy import Engine, event
 
 import app.infra.clock
+from anneal.contracts.attempt.messages import ControlMessage
 from app.config import Settings
-from app.contracts.attempt.messages import ControlMessage
 from app.infra.clock import since_boot
 from app.runs.queue.dispatcher import Dispatcher
 from tests.rows import add_run, add_worker, claim, run_row

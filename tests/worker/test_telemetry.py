@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from app.contracts.events import DeviceEvent
+from anneal.contracts.events import DeviceEvent
 from app.runs.events.log import NewEvent
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_worker, events_of

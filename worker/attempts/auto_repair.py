@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import Connection, Executable, exists, func, select
 from sqlalchemy.orm import aliased
 
-from app.contracts.attempt.messages import RepairProposal
-from app.contracts.attempt.repair import Repair
-from app.contracts.methods import method_of, options_of
+from anneal.contracts.attempt.messages import RepairProposal
+from anneal.contracts.attempt.repair import Repair
+from anneal.contracts.methods import method_of, options_of
 from app.runs.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Attempt

@@ -8,10 +8,10 @@ from typing import Any
 
 from sqlalchemy import Executable, select
 
-from app.contracts.attempt.job import EvaluatedCheckpoint
-from app.contracts.methods import method_of
-from app.contracts.plugins import has_replicas
-from app.contracts.run_task import RunTask
+from anneal.contracts.attempt.job import EvaluatedCheckpoint
+from anneal.contracts.methods import method_of
+from anneal.contracts.plugins import has_replicas
+from anneal.contracts.run_task import RunTask
 from app.runs.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from sqlalchemy import Executable, and_, exists, update
 
-from app.contracts.attempt.records import is_record
+from anneal.contracts.attempt.records import is_record
 from app.infra.files.object_store import StoreUnavailable
 from app.runs.events.log import NewEvent
 from app.runs.state import machine

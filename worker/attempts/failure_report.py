@@ -2,8 +2,8 @@
 
 from sqlalchemy import Connection, exists, select, update
 
-from app.contracts.attempt.failure_report import FailureReport, KillReason
-from app.contracts.attempt.repair import Repair
+from anneal.contracts.attempt.failure_report import FailureReport, KillReason
+from anneal.contracts.attempt.repair import Repair
 from app.runs.events.log import NewEvent
 from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair

@@ -11,11 +11,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, Executable, and_, select
 
-from app.base_models import resolver
-from app.base_models.model_folder import ModelFolder
-from app.config import wandb_mode
-from app.contracts.attempt.device import AssignedDevice
-from app.contracts.attempt.job import (
+from anneal.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.job import (
     EXPORT,
     MERGED_BASE,
     DataSource,
@@ -27,9 +24,12 @@ from app.contracts.attempt.job import (
     TrainedWeights,
     WorkerInfo,
 )
-from app.contracts.attempt.messages import ActionRequest
-from app.contracts.methods import method_of, rewards_of
-from app.contracts.run_task import RunTask
+from anneal.contracts.attempt.messages import ActionRequest
+from anneal.contracts.methods import method_of, rewards_of
+from anneal.contracts.run_task import RunTask
+from app.base_models import resolver
+from app.base_models.model_folder import ModelFolder
+from app.config import wandb_mode
 from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.files.untrusted_folder import create_below
 from app.runs.actions.replay import done_after

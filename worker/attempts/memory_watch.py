@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from app.contracts.attempt.failure_report import MemoryPoint
+from anneal.contracts.attempt.failure_report import MemoryPoint
 from app.infra.process.identity import ProcessIdentity
 from worker import devices
 from worker.devices import Device

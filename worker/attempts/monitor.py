@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.contracts.attempt.failure_report import KillReason
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.failure_report import KillReason
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from app.runs.events.log import LeaseFenced
 from worker.attempts.memory_watch import MemoryWatch
 from worker.attempts.outcome import exit_of

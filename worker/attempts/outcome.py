@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, Executable, Integer, cast, exists, select
 
-from app.contracts.attempt.failure_report import KillReason
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.run_status import EndReason
-from app.contracts.run_task import RunTask
+from anneal.contracts.attempt.failure_report import KillReason
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.run_status import EndReason
+from anneal.contracts.run_task import RunTask
 from app.runs.state import machine
 from app.tables.runs import Attempt
 from app.workers import registry

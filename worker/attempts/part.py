@@ -17,10 +17,10 @@ from typing import Any
 from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.part_activity import PartActivity
-from app.contracts.attempt.part_end import PartEnd
-from app.contracts.attempt.records import part_log
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.part_activity import PartActivity
+from anneal.contracts.attempt.part_end import PartEnd
+from anneal.contracts.attempt.records import part_log
 from app.infra.db import is_away
 from app.infra.lean_structlog import bound_contextvars
 from app.infra.log_setup import with_current_context

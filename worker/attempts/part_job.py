@@ -5,8 +5,8 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from app.contracts.attempt.job import JobSpec, TrainedWeights
-from app.contracts.run_task import RunTask
+from anneal.contracts.attempt.job import JobSpec, TrainedWeights
+from anneal.contracts.run_task import RunTask
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
 from worker.attempts.checkpoint_source import CheckpointSource

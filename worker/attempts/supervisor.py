@@ -11,9 +11,9 @@ from typing import Any
 from sqlalchemy import Executable, Row
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.attempt.failure_report import KillReason
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.repair import Repair
+from anneal.contracts.attempt.failure_report import KillReason
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.repair import Repair
 from app.infra.clock import since_boot
 from app.infra.db import is_away, is_conflict
 from app.infra.lean_structlog import bound_contextvars

@@ -21,7 +21,7 @@ from uuid import uuid4
 from sqlalchemy import Engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app.contracts.run_status import TERMINAL
+from anneal.contracts.run_status import TERMINAL
 from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.tree import bytes_below, remove_tree

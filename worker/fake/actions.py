@@ -5,9 +5,9 @@ import math
 from collections import deque
 from typing import Any, Protocol
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.messages import ActionRequest, ActionStatus
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.messages import ActionRequest, ActionStatus
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.wire.control import Control
 from worker.wire.reporter import Reporter
 

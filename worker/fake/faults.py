@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 
-from app.contracts.attempt.messages import RepairProposal
+from anneal.contracts.attempt.messages import RepairProposal
 
 
 class Failure(Exception):

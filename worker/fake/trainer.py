@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.messages import ErrorInfo, RepairProposal, TrainingResult
-from app.contracts.fake_options import FakeOptions
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import drop_unknown_fields
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.messages import ErrorInfo, RepairProposal, TrainingResult
+from anneal.contracts.fake_options import FakeOptions
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.raw_config import drop_unknown_fields
 from app.infra.files.tree import bytes_below, remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.fake.actions import Actions

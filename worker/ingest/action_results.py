@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Executable, func, update
 
-from app.contracts.attempt.messages import ActionRecord
+from anneal.contracts.attempt.messages import ActionRecord
 from app.runs.events.log import NewEvent
 from app.tables.actions import RunAction
 from worker.claimed_run import ClaimedRun

@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.contracts.attempt.records import LOG_TEXT_BYTES, log_files
+from anneal.contracts.attempt.records import LOG_TEXT_BYTES, log_files
 from app.infra.files.disk_space import free_bytes
 from worker.ingest.log_lines import LogLine
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import Connection, Executable, case, exists, select, update
 
-from app.contracts.attempt.messages import (
+from anneal.contracts.attempt.messages import (
     MAX_RECORD_BYTES,
     ActionRecord,
     CheckpointRecord,
@@ -22,14 +22,14 @@ from app.contracts.attempt.messages import (
     ResultRecord,
     TrainingResult,
 )
-from app.contracts.attempt.part_end import PartEnd
-from app.contracts.attempt.records import COMPLETE_LOG
-from app.contracts.attempt.run_facts import invalid_facts
-from app.contracts.events import TRAINER_RECORDS
-from app.contracts.methods import method_of
-from app.contracts.run_status import LIVE
-from app.contracts.run_task import RunTask
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.part_end import PartEnd
+from anneal.contracts.attempt.records import COMPLETE_LOG
+from anneal.contracts.attempt.run_facts import invalid_facts
+from anneal.contracts.events import TRAINER_RECORDS
+from anneal.contracts.methods import method_of
+from anneal.contracts.run_status import LIVE
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.infra.terminal_text import plain_text

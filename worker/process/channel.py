@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from app.contracts.attempt.messages import ControlMessage
+from anneal.contracts.attempt.messages import ControlMessage
 from app.infra.files.tree import remove_tree
 
 Source = Literal["report", "stdout", "stderr"]

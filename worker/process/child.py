@@ -26,9 +26,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from app.contracts.attempt.device import AssignedDevice
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from worker.process import orphans
 from worker.wire.control import Control
 

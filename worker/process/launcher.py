@@ -22,8 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from anneal.contracts.attempt.device import AssignedDevice
 from app.config import Settings
-from app.contracts.attempt.device import AssignedDevice
 from app.infra.process.handle import POLL_SECONDS, pidfd_refusal
 from worker.process import process_group
 from worker.process.child import TERMINATION_SIGNALS, LaunchSpec

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from app.contracts.attempt.messages import ControlMessage
+from anneal.contracts.attempt.messages import ControlMessage
 from app.infra.process.handle import PidfdHandle, PolledHandle, ProcessHandle, open_process, pidfd_refusal
 from app.infra.process.identity import ProcessIdentity, start_time
 from worker.process.channel import Channel

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from app.contracts.attempt.messages import ControlMessage
+from anneal.contracts.attempt.messages import ControlMessage
 from app.infra.process.identity import ProcessIdentity, process_stat
 from worker.process.channel import Source
 from worker.process.training_process import Exit, TrainingProcess

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from app.contracts.attempt.messages import ControlMessage
+from anneal.contracts.attempt.messages import ControlMessage
 from app.infra.process.handle import ProcessHandle
 from app.infra.process.identity import ProcessIdentity
 from worker.process import process_group

@@ -18,17 +18,17 @@ import datasets
 import transformers
 from pydantic import ValidationError
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.messages import ErrorInfo, TrainingResult
-from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.run_task import RunTask
-from app.contracts.training_config.expert_parallel import expert_parallel_obstacles
-from app.contracts.training_config.fields import TrainerOptions, TrainingConfig
-from app.contracts.training_config.raw_config import drop_unknown_fields
-from app.contracts.training_config.resolution import Replacement, resolve_config
-from app.contracts.training_config.rules import sharding_obstacles
-from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
-from app.contracts.training_config.validation import config_errors
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.messages import ErrorInfo, TrainingResult
+from anneal.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.training_config.expert_parallel import expert_parallel_obstacles
+from anneal.contracts.training_config.fields import TrainerOptions, TrainingConfig
+from anneal.contracts.training_config.raw_config import drop_unknown_fields
+from anneal.contracts.training_config.resolution import Replacement, resolve_config
+from anneal.contracts.training_config.rules import sharding_obstacles
+from anneal.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
+from anneal.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify_error, one_line
 from worker.training.loop import memory

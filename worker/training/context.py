@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from app.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
-from app.contracts.methods import METHODS, Method
-from app.contracts.run_task import RunTask
-from app.contracts.stop import StopRequest
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
+from anneal.contracts.methods import METHODS, Method
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.stop import StopRequest
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import Stopped
 from worker.training.ranks import Ranks
 from worker.training.run_state import DISTRIBUTIONS, MEMORY, History, RunState

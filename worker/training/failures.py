@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
+from anneal.contracts.attempt.messages import AnomalyDetails, RepairProposal
 
 OUT_OF_MEMORY = "out_of_memory"
 DEVICE_ERROR = "device_error"

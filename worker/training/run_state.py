@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.wire.waiting_bytes import WaitingBytes
 
 FILE = "anneal_state.json"

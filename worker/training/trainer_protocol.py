@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.contracts.stop import StopMode
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.stop import StopMode
+from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 
 

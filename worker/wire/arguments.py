@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from app.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.job import JobSpec
 from worker.wire.rank_place import RankPlace
 from worker.wire.reporter import Reporter
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from app.contracts.attempt.messages import ActionRequest, ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ActionRequest, ControlMessage
+from anneal.contracts.stop import StopRequest
 from worker.wire.deadline import arm_deadline
 
 

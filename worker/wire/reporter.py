@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
 
-from app.contracts.attempt.messages import (
+from anneal.contracts.attempt.messages import (
     MAX_RECORD_BYTES,
     ActionStatus,
     AnsweredAction,

@@ -6,10 +6,10 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from anneal.contracts.errors import FieldError
 from app.api.authorization import is_public
 from app.api.errors import ApiError, invalid, problem_response, to_printable, too_large
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.infra import strict_json
 
 STREAMED = {("POST", "/v1/datasets")}

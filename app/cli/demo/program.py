@@ -14,18 +14,19 @@ from typing import Any
 
 import typer
 
+from anneal.client.client import Anneal
+from anneal.client.errors import AnnealError
+from anneal.contracts.events import EvalEvent, MetricEvent
+from anneal.contracts.schemas.runs.reads import RunRead
+from anneal.local_service import is_held, read_json
 from app.base_models import tiny_model
 from app.cli.console import print_text
 from app.cli.demo.docstrings import Documented, Split, encode_jsonl, read_split
 from app.cli.runs.watch import show_events
-from app.client.client import Anneal
-from app.client.errors import AnnealError
 from app.config import Settings, get_settings
-from app.contracts.events import EvalEvent, MetricEvent
-from app.contracts.schemas.runs.reads import RunRead
 from app.infra import home_lock
 from app.infra.errors import SetupError
-from app.infra.private_files import make_private_folder, read_json
+from app.infra.private_files import make_private_folder
 from app.infra.process.children import last_lines, start_child, stop_child
 
 SMALL_MODEL = "stdlib-llama"
@@ -232,7 +233,7 @@ def show_samples(settings: Settings, held_out: list[Documented], base: str, adap
 def run_service(settings: Settings, keep: bool) -> Iterator[Anneal]:
     """Connect to an `anneal up` in the home of `settings`, started here unless one runs; stop it unless it is kept."""
     log, child = make_private_folder(settings.home / "logs") / "up.log", None
-    if not home_lock.is_held(settings.home):  # not left running by `--keep`
+    if not is_held(settings.home):  # not left running by `--keep`
         child = start_child(
             [sys.executable, "-P", "-m", "app.cli.main", "up"], log=log, death_signal=None if keep else signal.SIGTERM,
             environment=settings.child_environment() | {"PYTHONUNBUFFERED": "1"},
@@ -248,7 +249,7 @@ def run_service(settings: Settings, keep: bool) -> Iterator[Anneal]:
     finally:
         if child is not None and not keep:
             stop_child(child, _SECONDS_TO_STOP)
-        elif home_lock.is_held(settings.home):
+        elif is_held(settings.home):
             print_text(
                 f"\n  The service is still running; its URL and key are in {settings.connection_file}.\n"
                 f"  To stop it: ANNEAL_HOME={settings.home} anneal down"

@@ -10,8 +10,8 @@ from app.cli.console import AsJson, json_line, open_client, print_text
 from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.events import Event
+    from anneal.client.client import Anneal
+    from anneal.contracts.events import Event
 
 
 def events(
@@ -52,7 +52,7 @@ def events(
 
 def _run_name(client: "Anneal", run_id: str, names: dict[str, str]) -> str:
     """Return the name of a run, which is asked for once; empty for one that was deleted."""
-    from app.client.errors import AnnealError
+    from anneal.client.errors import AnnealError
 
     if run_id and run_id not in names:
         try:
@@ -70,7 +70,7 @@ def _event_line(event: "Event", name: str) -> str:
 
 
 def _event_text(event: "Event") -> str:
-    from app.contracts.events import EndEvent, ProgressEvent, StatusEvent
+    from anneal.contracts.events import EndEvent, ProgressEvent, StatusEvent
 
     if isinstance(event, StatusEvent):
         return f"{status_text(event.to)}: {event.reason}" if event.reason else status_text(event.to)

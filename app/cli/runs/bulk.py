@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from anneal.contracts.run_status import LIVE, TERMINAL
 from app.cli.console import (
     AsJson,
     confirm_or_exit,
@@ -17,12 +18,11 @@ from app.cli.console import (
 )
 from app.cli.names import OfDataset, OfExperiment, SomeRunIds
 from app.cli.runs.state_text import status_of, status_text
-from app.contracts.run_status import LIVE, TERMINAL
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.schemas.runs.bulk import RunChanges
-    from app.contracts.schemas.runs.reads import RunRead
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.runs.bulk import RunChanges
+    from anneal.contracts.schemas.runs.reads import RunRead
 
 WithStatus = Annotated[list[str] | None, typer.Option("--status", help="Only runs with this status; repeatable.")]
 WithTag = Annotated[str | None, typer.Option("--tag", help="Only runs with this tag.")]
@@ -81,7 +81,7 @@ def stop(
 
 def _stop_one(client: "Anneal", run_id: str, mode: Any, deadline: float | None, wait: bool, as_json: bool) -> None:
     """Stop a run, and say what to expect."""
-    from app.client.errors import AnnealError
+    from anneal.client.errors import AnnealError
 
     try:
         stopping = client.runs.stop(run_id, mode=mode, deadline_seconds=deadline)

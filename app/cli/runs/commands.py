@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from anneal.contracts.run_status import RunSort
+from anneal.contracts.run_task import RunTask
 from app.cli.console import (
     After,
     AsJson,
@@ -32,12 +34,10 @@ from app.cli.runs.new_run import Watch, create, estimate, init, print_or_watch, 
 from app.cli.runs.postmortem import why
 from app.cli.runs.run_request import Set
 from app.cli.runs.state_text import eta_text, status_of, status_text
-from app.contracts.run_status import RunSort
-from app.contracts.run_task import RunTask
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.checkpoints import CheckpointRead
-    from app.contracts.schemas.runs.reads import RunRead, RunSummary
+    from anneal.contracts.schemas.checkpoints import CheckpointRead
+    from anneal.contracts.schemas.runs.reads import RunRead, RunSummary
 
 commands = command_group("Training runs. Example: `anneal runs create -f run.yaml --watch`.")
 
@@ -111,7 +111,7 @@ def _measure_column(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary]
 
 def _best_of_method(run: "RunSummary") -> str | None:
     """Format the value by which a run is compared with others of its method."""
-    from app.contracts.methods import METHODS
+    from anneal.contracts.methods import METHODS
 
     if run.best_eval is not None:
         return f"{run.method} {METHODS[run.method].eval_metric} {value_text(run.best_eval)}"
@@ -131,8 +131,8 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
         if as_json:
             print_json(run)
             return
+        from anneal.contracts.training_config.fields import TrainingConfig
         from app.cli.runs.run_facts import fact_lines, remark_lines
-        from app.contracts.training_config.fields import TrainingConfig
 
         config = _in_force(run)
         usual = {"base_model": None} | TrainingConfig(base_model="any").model_dump(mode="json", exclude={"base_model"})
@@ -161,7 +161,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
 
 def _in_force(run: "RunRead") -> dict[str, Any]:
     """Return the requested configuration with the values in force of the fields that live actions change."""
-    from app.contracts.schemas.actions import CHANGED_BY_ACTIONS
+    from anneal.contracts.schemas.actions import CHANGED_BY_ACTIONS
 
     effective = run.effective_config or {}
     changed = {name: effective[name] for name in CHANGED_BY_ACTIONS if name in effective}

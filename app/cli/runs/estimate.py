@@ -6,8 +6,8 @@ from app.cli.console import print_details, print_note, print_table, print_text
 from app.cli.runs.watch import exit_code, watch_run
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.schemas.estimates import Estimated, EstimatedDevice, Measured, ProbeResult, RunEstimate
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.estimates import Estimated, EstimatedDevice, Measured, ProbeResult, RunEstimate
 
 
 def print_estimate(estimate: "RunEstimate") -> None:

@@ -11,8 +11,8 @@ from app.cli.runs.run_request import dataset_of
 from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.schemas.runs.reads import RunRead
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.runs.reads import RunRead
 
 _TYPES = ("pending", "progress", "skipped_rows", "end")
 
@@ -90,7 +90,7 @@ def evaluate(
 
 def _follow_evaluation(client: "Anneal", run: "RunRead", *, is_quiet: bool) -> None:
     """Wait for the end of an evaluation; what it does meanwhile is shown on standard error."""
-    from app.contracts.events import PendingEvent, ProgressEvent, SkippedRowsEvent
+    from anneal.contracts.events import PendingEvent, ProgressEvent, SkippedRowsEvent
 
     with show_phases() as show_phase:
         for event in client.runs.events(run.id, after=run.last_seq, types=_TYPES):

@@ -10,9 +10,9 @@ from app.cli.runs.run_request import Dataset, File, Full, Lora, Method, Model, Q
 from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.schemas.runs.reads import RunRead
-    from app.contracts.schemas.runs.requests import RunCheck
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.runs.reads import RunRead
+    from anneal.contracts.schemas.runs.requests import RunCheck
 
 Watch = Annotated[bool, typer.Option("--watch", help="Watch the run to its end; the exit code gives the result.")]
 

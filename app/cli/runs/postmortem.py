@@ -9,7 +9,7 @@ from app.cli.names import RunId
 from app.cli.runs.state_text import status_text
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.postmortem import CorrectedRequest
+    from anneal.contracts.schemas.postmortem import CorrectedRequest
 
 _LINES_SHOWN = 12
 

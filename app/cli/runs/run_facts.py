@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.runs.reads import RunRead
+    from anneal.contracts.schemas.runs.reads import RunRead
 
 _KERNEL_PARTS = {"norms": "norms", "lora": "adapters", "dropout": "dropout", "head": "loss head"}
 

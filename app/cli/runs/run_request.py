@@ -13,7 +13,7 @@ from app.cli.names import id_of_dataset, id_of_experiment
 from app.infra.ids import is_id
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
+    from anneal.client.client import Anneal
 
 _CHUNK_BYTES = 1024 * 1024
 
@@ -138,7 +138,7 @@ def _find_or_upload(client: "Anneal", path: Path) -> str:
 
     One that was uploaded with a format or columns of the user's choice may have other rows than this upload would have.
     """
-    from app.contracts.schemas.datasets import DatasetSource  # loads pydantic, which `--help` does not need
+    from anneal.contracts.schemas.datasets import DatasetSource  # loads pydantic, which `--help` does not need
 
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -4,9 +4,9 @@ import json
 import re
 from typing import Any
 
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.cli.console import RunFileError
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
 
 _FIELDS = (
     "epochs", "max_steps", "learning_rate", "batch_size", "gradient_accumulation_steps", "max_seq_length", "lora_r",

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from app.contracts.schemas.runs.reads import Prediction
+    from anneal.contracts.schemas.runs.reads import Prediction
 
 _WORDS = {"initializing": "starting", "checkpointing": "saving", "cancelled": "stopped"}
 _STATUSES = {word: status for status, word in _WORDS.items()}

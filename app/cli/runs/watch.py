@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
-from app.cli.console import json_line, print_note, print_text
-from app.cli.runs.state_text import eta_text, status_text
-from app.contracts.events import (
+from anneal.contracts.events import (
     ActionEvent,
     CheckpointEvent,
     ConfigEvent,
@@ -30,13 +28,15 @@ from app.contracts.events import (
     SkippedRowsEvent,
     StatusEvent,
 )
-from app.contracts.methods import method_of
-from app.contracts.run_task import RunTask
+from anneal.contracts.methods import method_of
+from anneal.contracts.run_task import RunTask
+from app.cli.console import json_line, print_note, print_text
+from app.cli.runs.state_text import eta_text, status_text
 from app.infra.terminal_text import plain_line, plain_number, plain_text
 
 if TYPE_CHECKING:
-    from app.client.client import Anneal
-    from app.contracts.schemas.runs.reads import Prediction, RunRead, TrainingMetrics
+    from anneal.client.client import Anneal
+    from anneal.contracts.schemas.runs.reads import Prediction, RunRead, TrainingMetrics
 
 COMPLETED, FAILED, CANCELLED = 0, 3, 4
 _SECONDS_BETWEEN_LOOKS = 5.0

@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from app.infra.private_files import read_json
+from anneal.local_service import read_json
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of a write that the disk has no room for: blocks, inodes or quota."""

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from anneal.local_service import read_json
 from app.config import Settings
 from app.infra.errors import SetupError
-from app.infra.private_files import read_json, write_private_json
+from app.infra.private_files import write_private_json
 
 
 def mark_path(settings: Settings) -> Path:

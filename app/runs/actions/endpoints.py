@@ -4,12 +4,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Header, Request, Response
 
+from anneal.contracts.schemas.actions import ActionCreate, ActionRead
+from anneal.contracts.schemas.page import Page
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import Session
 from app.api.idempotency import Idempotency
 from app.api.pagination import PageQuery
-from app.contracts.schemas.actions import ActionCreate, ActionRead
-from app.contracts.schemas.page import Page
 from app.runs.actions import service
 from app.runs.service import get_run as get_run
 

@@ -6,16 +6,22 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts import plugins
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import method_of
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.actions import (
+    AnyAction,
+    EvaluateAction,
+    ExtendAction,
+    SampleAction,
+    SetLearningRateAction,
+)
+from anneal.contracts.training_config.raw_config import is_probe
 from app.api.errors import ApiError, conflict, invalid
 from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.api.pagination import Paging, fetch_page
-from app.contracts import plugins
-from app.contracts.errors import FieldError
-from app.contracts.methods import method_of
-from app.contracts.run_status import TERMINAL
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.actions import AnyAction, EvaluateAction, ExtendAction, SampleAction, SetLearningRateAction
-from app.contracts.training_config.raw_config import is_probe
 from app.infra.ids import is_id, new_id
 from app.runs.service import lock_run
 from app.tables.actions import RunAction

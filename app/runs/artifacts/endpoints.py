@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import FileResponse, StreamingResponse
 
+from anneal.contracts.schemas.artifacts import Artifacts
 from app.api.dependencies import CurrentStorage, Session, release_connection
 from app.api.open_responses import DownloadLimit
-from app.contracts.schemas.artifacts import Artifacts
 from app.runs.artifacts import service
 from app.runs.artifacts.archive import tar_response
 

@@ -3,11 +3,11 @@
 from sqlalchemy import and_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.attempt.records import is_record
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.artifacts import Artifact, Artifacts
 from app.api.errors import ApiError, conflict, not_found
-from app.contracts.attempt.records import is_record
-from app.contracts.run_status import TERMINAL
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.artifacts import Artifact, Artifacts
 from app.infra.files import file_manifest
 from app.infra.storage import Storage
 from app.runs.artifacts.folders import FileFolder, LocalFolder, StoredFolder

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 from starlette.responses import StreamingResponse
 
+from anneal.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
+from anneal.contracts.schemas.page import Page
 from app.api.dependencies import CurrentStorage, Session, release_connection
 from app.api.open_responses import DownloadLimit
 from app.api.pagination import PageQuery
-from app.contracts.schemas.checkpoints import CheckpointEdit, CheckpointRead
-from app.contracts.schemas.page import Page
 from app.runs.artifacts.archive import tar_response
 from app.runs.artifacts.service import checkpoint_folder
 from app.runs.checkpoints import service

@@ -3,10 +3,10 @@
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.gpus import Gpu, find_gpu
+from anneal.contracts.schemas.estimates import EstimatedDevice
+from anneal.contracts.schemas.runs.placement import Placement
 from app.config import Settings
-from app.contracts.gpus import Gpu, find_gpu
-from app.contracts.schemas.estimates import EstimatedDevice
-from app.contracts.schemas.runs.placement import Placement
 from app.tables.workers import Device, Worker
 from app.workers.queries import device_conditions, online_conditions
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.attempt.run_facts import RunFacts, read_facts
-from app.contracts.gpus import REACHED_SHARE, find_gpu
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.run_facts import RunFacts, read_facts
+from anneal.contracts.gpus import REACHED_SHARE, find_gpu
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator.flops import RunFlops
 from app.runs.queue.durations import similarity_key
 from app.tables.runs import AttemptTimings, MetricRollup

@@ -6,10 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
-from app.contracts.training_config.fields import TrainingConfig
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.untrusted_folder import OutsideStorage
 from app.infra.storage import Storage

@@ -7,14 +7,14 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.attempt.failure_report import FailureReport
-from app.contracts.attempt.run_facts import RunFacts, read_facts
-from app.contracts.methods import method_of
-from app.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
-from app.contracts.schemas.runs.reads import TrainingMetrics
-from app.contracts.schemas.runs.requests import MOST_TAGS, RunCreate, RunToEstimate
-from app.contracts.training_config.field_traits import NOT_IN_PROBE
-from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
+from anneal.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.attempt.run_facts import RunFacts, read_facts
+from anneal.contracts.methods import method_of
+from anneal.contracts.schemas.estimates import KeptEstimate, Measured, ProbeResult
+from anneal.contracts.schemas.runs.reads import TrainingMetrics
+from anneal.contracts.schemas.runs.requests import MOST_TAGS, RunCreate, RunToEstimate
+from anneal.contracts.training_config.field_traits import NOT_IN_PROBE
+from anneal.contracts.training_config.raw_config import PROBE_STEPS, is_probe, normalize_numbers
 from app.tables.runs import Attempt, Run
 
 TAG = "probe"

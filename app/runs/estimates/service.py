@@ -14,14 +14,10 @@ from weakref import WeakValueDictionary
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from app.api.dependencies import release_connection
-from app.api.errors import dataset_not_found, invalid
-from app.base_models import resolver
-from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.gpus import Gpu, find_gpu
-from app.contracts.methods import METHODS
-from app.contracts.schemas.estimates import (
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.gpus import Gpu, find_gpu
+from anneal.contracts.methods import METHODS
+from anneal.contracts.schemas.estimates import (
     Confidence,
     Cost,
     EstimatedDevice,
@@ -30,10 +26,14 @@ from app.contracts.schemas.estimates import (
     RunEstimate,
     Unknown,  # fmt: skip
 )
-from app.contracts.schemas.runs.placement import Placement, Resources
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
+from anneal.contracts.schemas.runs.placement import Placement, Resources
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
+from app.api.dependencies import release_connection
+from app.api.errors import dataset_not_found, invalid
+from app.base_models import resolver
+from app.config import Settings
 from app.estimator import memory_planner
 from app.estimator.activations import LIGER_PACKAGE, Precision, is_in_liger
 from app.estimator.architecture import Architecture, UnknownArchitecture, read_architecture

@@ -6,10 +6,10 @@ from sqlalchemy import select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from anneal.contracts.schemas.estimates import KeptEstimate, Measured, RunEstimate, parse_stored
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
-from app.contracts.schemas.estimates import KeptEstimate, Measured, RunEstimate, parse_stored
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.training_config.fields import TrainingConfig
 from app.infra.storage import Storage
 from app.runs.estimates import service
 from app.runs.estimates.history import measured_usage

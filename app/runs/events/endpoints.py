@@ -6,9 +6,9 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 
+from anneal.contracts.events import EVENT_TYPES, FEED_TYPES
+from anneal.contracts.run_status import TERMINAL
 from app.api.errors import not_found
-from app.contracts.events import EVENT_TYPES, FEED_TYPES
-from app.contracts.run_status import TERMINAL
 from app.runs.events import feed, responses
 from app.runs.events.frames import Batch, truncation_frames
 from app.runs.events.sources import FeedSource, RunSource

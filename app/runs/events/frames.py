@@ -5,7 +5,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from app.contracts.run_status import TERMINAL
+from anneal.contracts.run_status import TERMINAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from sqlalchemy import select, text
 
+from anneal.contracts.events import EVENT_TYPES
+from anneal.contracts.schemas.page import Page
+from anneal.contracts.schemas.runs.common import RUN_ID
+from anneal.contracts.schemas.runs.reads import AttemptRead
 from app.api.dependencies import Reading
-from app.contracts.events import EVENT_TYPES
-from app.contracts.schemas.page import Page
-from app.contracts.schemas.runs.common import RUN_ID
-from app.contracts.schemas.runs.reads import AttemptRead
 from app.runs import service
 from app.runs.events import log, responses
 from app.runs.events.frames import Frame

@@ -13,8 +13,8 @@ from typing import Any
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DataError
 
-from app.contracts.attempt.messages import MAX_RECORD_BYTES
-from app.contracts.field_types import format_timestamp
+from anneal.contracts.attempt.messages import MAX_RECORD_BYTES
+from anneal.contracts.field_types import format_timestamp
 from app.infra.db import join_column
 
 MEASURED = ("metric", "eval")

@@ -11,11 +11,11 @@ from fastapi import Header, Request, Response
 from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.events import EVENTS
+from anneal.contracts.run_status import TERMINAL
 from app.api.errors import ApiError
 from app.api.open_responses import OpenResponses
-from app.contracts.errors import FieldError
-from app.contracts.events import EVENTS
-from app.contracts.run_status import TERMINAL
 from app.infra import async_tasks
 from app.runs.events import stream
 from app.runs.events.frames import Batch

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from sqlalchemy import BigInteger, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.attempt.records import LOG_TEXT_BYTES, is_log_file, log_files
+from anneal.contracts.schemas.logs import CompleteLogLine
 from app.api.errors import ApiError
-from app.contracts.attempt.records import LOG_TEXT_BYTES, is_log_file, log_files
-from app.contracts.schemas.logs import CompleteLogLine
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.untrusted_folder import OutsideStorage
 from app.runs.artifacts.folders import FileFolder

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.schemas.logs import CompleteLogHits, LogHits, LogLevel, LogLines, LogStream
 from app.api.dependencies import CurrentStorage, Reading, Session, release_connection
 from app.api.errors import ApiError, invalid
 from app.api.open_responses import DownloadLimit
-from app.contracts.errors import FieldError
-from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.logs import CompleteLogHits, LogHits, LogLevel, LogLines, LogStream
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs import service

@@ -6,7 +6,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.schemas.logs import LogLevel, LogLine, LogStream
+from anneal.contracts.schemas.logs import LogLevel, LogLine, LogStream
 from app.tables.events import RunEvent
 
 _DATA = RunEvent.__table__.c.data

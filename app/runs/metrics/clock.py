@@ -3,7 +3,7 @@
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.schemas.runs.curves import Clock
+from anneal.contracts.schemas.runs.curves import Clock
 from app.runs.metrics.curves import _valid_stretches
 from app.runs.metrics.rollups import highest_level, points_of
 

@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.schemas.runs.curves import Series
 from app.api.errors import not_found
-from app.contracts.schemas.runs.curves import Series
 from app.runs.events.log import MEASURED
 from app.runs.metrics.points import CHUNK, Points, read_points
 from app.runs.metrics.rollups import MOST_STEP, VALUES, highest_level, points_of, series_values, step_of

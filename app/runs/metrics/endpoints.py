@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from sqlalchemy import select
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
+from anneal.contracts.schemas.runs.curves import RunCurve, RunCurves, RunMetrics
 from app.api.dependencies import Snapshot
 from app.api.errors import invalid
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.common import OTHER_RUN_ID, RUN_ID
-from app.contracts.schemas.runs.curves import RunCurve, RunCurves, RunMetrics
 from app.runs.metrics import clock as times
 from app.runs.metrics import curves
 from app.runs.metrics.dependencies import curve_read_slot

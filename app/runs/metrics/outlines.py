@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from app.contracts.methods import METHODS
+from anneal.contracts.methods import METHODS
 from app.runs.metrics.curves import _valid_stretches
 from app.runs.metrics.rollups import VALUES, highest_level, points_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import BindParameter, Text, bindparam, cast, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.schemas.runs.reads import TrainingMetrics
+from anneal.contracts.schemas.runs.reads import TrainingMetrics
 from app.runs.metrics.rollups import NAMED, series_values, step_of
 from app.tables.events import RunEvent
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.contracts.attempt.failure_report import FailureReport
-from app.contracts.attempt.messages import AnomalyDetails
-from app.contracts.methods import method_of
-from app.contracts.training_config.raw_config import is_probe
+from anneal.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.attempt.messages import AnomalyDetails
+from anneal.contracts.methods import method_of
+from anneal.contracts.training_config.raw_config import is_probe
 from app.runs.state.machine import WORKER_LOST
 
 _NATIVE = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}

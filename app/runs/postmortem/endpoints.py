@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
+from anneal.contracts.schemas.postmortem import PostMortem
 from app.api.dependencies import Session
-from app.contracts.schemas.postmortem import PostMortem
 from app.runs.postmortem import service
 
 router = APIRouter(prefix="/runs/{run_id}", tags=["runs"])

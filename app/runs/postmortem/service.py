@@ -7,13 +7,13 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
+from anneal.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD
 from app.api.dependencies import release_connection
 from app.api.errors import conflict
-from app.contracts.attempt.failure_report import FailureReport
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
-from app.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD
 from app.runs import service
 from app.runs.checkpoints.service import furthest_good
 from app.runs.metrics.points import read_recent

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from sqlalchemy import Connection, text
 
-from app.contracts.schemas.runs.placement import name_words
+from anneal.contracts.schemas.runs.placement import name_words
 from app.runs.queue.fit import Fleet, WorkerOffer
 from app.runs.queue.order import JOIN_ROOM, LIMITED, OWNER, OWNERS, WAITING_COLUMNS, quota_rooms, waiting_run
 from app.runs.queue.policy import OrderKey, WaitingRun, order_key

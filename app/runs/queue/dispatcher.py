@@ -13,8 +13,8 @@ from sqlalchemy import text, update
 from sqlalchemy.exc import TimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from anneal.contracts.backends import WORKER_BACKENDS
 from app.config import Settings
-from app.contracts.backends import WORKER_BACKENDS
 from app.infra import async_tasks
 from app.infra.broker import ALL_RUNS, Broker
 from app.infra.clock import ClockWatch, utc_now

@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, Self
 
-from app.contracts.methods import DEFAULT_METHOD, method_of
-from app.contracts.schemas.runs.reads import Confidence
-from app.contracts.training_config.field_traits import STEP_TIME
-from app.contracts.training_config.fields import MOST_STEPS
-from app.contracts.training_config.raw_config import PROBE_STEPS, is_probe
+from anneal.contracts.methods import DEFAULT_METHOD, method_of
+from anneal.contracts.schemas.runs.reads import Confidence
+from anneal.contracts.training_config.field_traits import STEP_TIME
+from anneal.contracts.training_config.fields import MOST_STEPS
+from anneal.contracts.training_config.raw_config import PROBE_STEPS, is_probe
 
 OWN_PART = 0.1
 """Once this fraction of its steps is done, only a run's own speed counts."""

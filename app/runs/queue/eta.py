@@ -14,9 +14,9 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
+from anneal.contracts.run_status import TERMINAL
+from anneal.contracts.schemas.runs.reads import Confidence, Prediction
 from app.config import Settings
-from app.contracts.run_status import TERMINAL
-from app.contracts.schemas.runs.reads import Confidence, Prediction
 from app.runs.queue.durations import Estimate
 from app.runs.queue.fit import pending_reason
 from app.runs.queue.forecast import PredictedStart, predict_starts

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from app.contracts.schemas.runs.placement import PendingReason, name_words
+from anneal.contracts.schemas.runs.placement import PendingReason, name_words
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from anneal.contracts.schemas.runs.placement import PendingReason
 from app.config import Settings
-from app.contracts.schemas.runs.placement import PendingReason
 from app.infra import async_tasks
 from app.runs.queue.fit import Needs, kept_quota_reason, pending_reason, reason_of_quota, reserved_reason
 from app.runs.queue.holds import StoredHolds

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from anneal.contracts.run_task import RunTask
 from app.config import Settings
-from app.contracts.run_task import RunTask
 from app.runs.queue.fit import Fleet, Needs, RunningRun, WorkerOffer
 from app.runs.queue.policy import MOST_HOLDS, Plan, Snapshot, WaitingRun, order_key, quota_holder
 from app.runs.queue.snapshot import Forecast

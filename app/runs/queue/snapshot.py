@@ -9,10 +9,10 @@ from typing import Any
 
 from sqlalchemy import bindparam, text
 
+from anneal.contracts.run_status import LIVE
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.training_config.field_traits import DURATION
 from app.config import Settings
-from app.contracts.run_status import LIVE
-from app.contracts.run_task import RunTask
-from app.contracts.training_config.field_traits import DURATION
 from app.runs.queue import durations
 from app.runs.queue.durations import Estimate, PastAttempt, Timings, Workload
 from app.runs.queue.fit import Fleet, WorkerOffer

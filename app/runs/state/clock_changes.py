@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Executable, and_, case, func, or_, update
 
-from app.contracts.run_status import LIVE
+from anneal.contracts.run_status import LIVE
 from app.infra.db import interval_seconds
 from app.runs.state.transitions import devices, run_parts, runs
 from app.tables.workers import Worker

@@ -37,10 +37,10 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, aggregate_order_by, insert
 from sqlalchemy.sql.selectable import CTE
 
-from app.contracts.backends import WORKER_BACKENDS
-from app.contracts.run_status import LIVE, TERMINAL, EndReason
-from app.contracts.schemas.runs.placement import PendingReason
-from app.contracts.stop import StopMode
+from anneal.contracts.backends import WORKER_BACKENDS
+from anneal.contracts.run_status import LIVE, TERMINAL, EndReason
+from anneal.contracts.schemas.runs.placement import PendingReason
+from anneal.contracts.stop import StopMode
 from app.infra.db import interval_seconds
 from app.runs.state.parts import is_over, is_up_long_enough
 from app.runs.state.transitions import (

@@ -24,7 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSON, JSONB, insert
 from sqlalchemy.sql.selectable import CTE
 
-from app.contracts.run_status import TERMINAL
+from anneal.contracts.run_status import TERMINAL
 from app.infra.db import interval_seconds
 from app.tables.actions import RunAction
 from app.tables.events import RunEvent

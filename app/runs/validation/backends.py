@@ -1,9 +1,9 @@
 """Backends of this service, and the requests that they can serve."""
 
+from anneal.contracts.backends import BACKEND_RULES, BackendRules
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.placement import ResourceRequest, Resources
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES, BackendRules
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.placement import ResourceRequest, Resources
 
 
 def shown_backends(settings: Settings) -> dict[str, BackendRules]:

@@ -5,13 +5,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from app.contracts.backends import BackendRules
-from app.contracts.errors import FieldError
-from app.contracts.methods import DEFAULT_METHOD, METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
-from app.contracts.training_config.usual_ranges import unusual_values
-from app.contracts.training_config.validation import config_errors, ignored_defaults
+from anneal.contracts.backends import BackendRules
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import DEFAULT_METHOD, METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.usual_ranges import unusual_values
+from anneal.contracts.training_config.validation import config_errors, ignored_defaults
 
 
 def config_problems(

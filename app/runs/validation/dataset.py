@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from app.contracts import rewards
-from app.contracts.errors import FieldError
-from app.contracts.methods import DEFAULT_METHOD, METHODS, method_of, rewards_of
+from anneal.contracts import rewards
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import DEFAULT_METHOD, METHODS, method_of, rewards_of
 from app.tables.datasets import Dataset
 
 

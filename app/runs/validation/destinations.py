@@ -6,9 +6,9 @@ from typing import Any
 from sqlalchemy import exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_error
 from app.config import Settings, wandb_mode
-from app.contracts.errors import FieldError
-from app.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_error
 from app.secrets import store
 from app.tables.secrets import Secret
 from app.tables.workers import Worker

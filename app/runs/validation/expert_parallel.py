@@ -2,16 +2,16 @@
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.training_config.expert_parallel import (
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.training_config.expert_parallel import (
     MODEL_TYPES,
     devices_message,
     expert_parallel_obstacles,
     fitting_groups,
 )
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
+from app.config import Settings
 from app.infra.storage import Storage
 from app.runs.estimates.service import architecture_of
 

@@ -8,6 +8,12 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BackendRules
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import method_of, rewards_of
+from anneal.contracts.training_config.masked_model import masked_model_warning
+from anneal.contracts.training_config.raw_config import given_fields
+from anneal.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
 from app.api.dependencies import release_connection
 from app.base_models import resolver, sources
 from app.base_models.compatibility import (
@@ -19,12 +25,6 @@ from app.base_models.compatibility import (
 )
 from app.base_models.model_folder import ModelFolder
 from app.config import Settings
-from app.contracts.backends import BackendRules
-from app.contracts.errors import FieldError
-from app.contracts.methods import method_of, rewards_of
-from app.contracts.training_config.masked_model import masked_model_warning
-from app.contracts.training_config.raw_config import given_fields
-from app.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
 from app.infra.storage import Storage
 from app.runs.estimates import hub_config
 from app.runs.estimates.hub_config import HubConfig, cached_path

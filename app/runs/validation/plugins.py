@@ -6,9 +6,9 @@ from typing import Any
 from sqlalchemy import ColumnExpressionArgument, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.contracts.errors import FieldError
-from app.contracts.plugins import PLUGINS, named_plugins
-from app.contracts.training_config.rules import field_error
+from anneal.contracts.errors import FieldError
+from anneal.contracts.plugins import PLUGINS, named_plugins
+from anneal.contracts.training_config.rules import field_error
 from app.tables.workers import Worker
 
 

@@ -7,17 +7,17 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import EVALUATION_METRICS
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.requests import RunCreate
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.api.dependencies import release_connection
 from app.api.errors import dataset_not_found
 from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.methods import EVALUATION_METRICS
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.requests import RunCreate
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
 from app.infra.storage import Storage
 from app.runs.plan import RunPlan
 from app.runs.validation.backends import backend_problems, shown_backends

@@ -6,12 +6,12 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BackendRules
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources, name_words
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import sharding_obstacles
 from app.config import Settings
-from app.contracts.backends import BackendRules
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources, name_words
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import sharding_obstacles
 from app.infra.storage import Storage
 from app.runs.plan import RunPlan, device_kind, gpu_fields
 from app.runs.queue.fit import Needs, pending_reason

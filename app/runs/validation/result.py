@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.schemas.runs.requests import RunCreate
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.stored_quantization import StoredQuantization
 from app.api.errors import ApiError, invalid
-from app.contracts.errors import FieldError
-from app.contracts.run_task import RunTask
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.schemas.runs.requests import RunCreate
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.stored_quantization import StoredQuantization
 from app.runs.plan import RunPlan
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.methods import rewards_of
+from anneal.contracts.rewards import Rewards
+from anneal.contracts.training_config.rules import field_error
 from app.api.errors import ApiError
 from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.methods import rewards_of
-from app.contracts.rewards import Rewards
-from app.contracts.training_config.rules import field_error
 from app.infra.process.sandbox import ChildFailed, SandboxProcess
 
 _PROGRAM = "app.runs.validation.reward_process"

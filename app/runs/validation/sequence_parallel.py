@@ -2,11 +2,11 @@
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.errors import FieldError
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.config import Settings
-from app.contracts.errors import FieldError
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.sequence_parallel import division_obstacle, sequence_parallel_obstacles
 from app.infra.storage import Storage
 from app.runs.estimates.service import architecture_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.device import AssignedDevice
 from benchmarks.gpu_check import processes
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.processes import Call

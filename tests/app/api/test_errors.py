@@ -9,10 +9,10 @@ import psycopg
 import pytest
 import sqlalchemy.exc
 
+from anneal.contracts.errors import FieldError
 from app.api import errors
 from app.api.errors import ApiError
 from app.config import Settings
-from app.contracts.errors import FieldError
 from app.infra.ids import new_id
 from app.main import create_app
 from tests.server import ApiServer, ThreadServer

@@ -13,13 +13,13 @@ import httpx
 import psycopg
 import pytest
 
+from anneal.contracts.schemas.api_keys import KeyView
 from app.api.authorization import is_public_call
 from app.api_keys import verifier
 from app.api_keys.failure_limit import FAILURE_INTERVAL_SECONDS, FailureLimit
 from app.api_keys.service import create_key_sync, list_keys_sync, revoke_key_sync
 from app.api_keys.verifier import CACHE_SECONDS, KeyVerifier
 from app.config import Settings
-from app.contracts.schemas.api_keys import KeyView
 from app.infra.db import async_engine, session_maker
 from app.infra.ids import new_id
 from app.main import create_app

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.methods import TrainingMethod
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.schemas.runs.reads import TrainingRun
 from app.api.errors import ApiError
 from app.backends.celery import CeleryBackend
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.methods import TrainingMethod
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.schemas.runs.reads import TrainingRun
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker, sync_engine
 from app.infra.ids import new_id

@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import Engine
 
+from anneal.contracts.backends import BACKEND_RULES
+from anneal.contracts.schemas.runs.reads import TrainingRun
 from app.backends.ray import RayBackend
 from app.config import Settings
-from app.contracts.backends import BACKEND_RULES
-from app.contracts.schemas.runs.reads import TrainingRun
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.storage import Storage

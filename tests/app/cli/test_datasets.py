@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from app.cli.main import cli
+from tests.anneal.client.test_client import Failing
 from tests.app import hub_server
-from tests.app.client.test_client import Failing
 from tests.app.conftest import ROWS, Anneal, json_of
 from tests.app.hub_server import Hub
 from tests.factories import make_model

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from anneal.client.transport import SyncTransport
 from app.api.errors import RETRY_SECONDS
 from app.cli.error_text import in_commands
 from app.cli.main import cli
-from app.client.transport import SyncTransport
 from app.infra.ids import new_id
-from tests.app.client.test_client import EMPTY, Failing
+from tests.anneal.client.test_client import EMPTY, Failing
 from tests.app.conftest import Anneal
 from tests.http_server import serving
 from tests.nodes import ROOT

@@ -1,7 +1,7 @@
 """`anneal workers list`: a machine with many devices takes one short line."""
 
+from anneal.contracts.schemas.workers import DeviceRead
 from app.cli.workers import _device_texts
-from app.contracts.schemas.workers import DeviceRead
 
 
 def device(index: int, trouble: str | None = None) -> DeviceRead:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.contracts.schemas import estimates
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.raw_config import given_fields
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
-from app.contracts.training_config.validation import config_errors
+from anneal.contracts.schemas import estimates
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.raw_config import given_fields
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.validation import config_errors
 from app.estimator import architecture, memory_planner
 from app.estimator.activations import Precision, compute_activations
 from app.estimator.architecture import Architecture, UnknownArchitecture

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.schemas.runs.requests import MOST_TAGS
 from app.config import Settings
-from app.contracts.schemas.runs.requests import MOST_TAGS
 from tests.factories import Trainer, make_dataset, make_run, mark_run
 from tests.server import ApiServer
 

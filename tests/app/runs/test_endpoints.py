@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.schemas.runs.common import FACTS
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
-from app.contracts.schemas.runs.common import FACTS
-from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import sync_engine
 from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, delete, event, func, insert, text, update
 
-from app.contracts.run_status import TERMINAL
+from anneal.contracts.run_status import TERMINAL
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.runs.queries import READ_IN_PARTS

@@ -7,9 +7,9 @@ import httpx
 import pytest
 from sqlalchemy import Engine, func, text, update
 
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
-from app.contracts.schemas.runs.placement import Resources
-from app.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.runs import resume as resuming_runs
 from app.runs.resume import without_defaults

@@ -13,10 +13,10 @@ import pytest
 from sqlalchemy import Engine, func, select, text, update
 from typer.testing import CliRunner
 
+from anneal.client.client import Anneal
+from anneal.contracts.events import EndEvent, TruncatedEvent
 from app.cli.main import cli
-from app.client.client import Anneal
 from app.config import Settings
-from app.contracts.events import EndEvent, TruncatedEvent
 from app.infra.broker import Broker
 from app.infra.clock import ClockWatch
 from app.infra.db import async_engine, sync_engine

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.groups import GROUPS
 from app.config import Settings
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.groups import GROUPS
 from app.infra.ids import new_id
 from app.tables.runs import Run
 from tests.factories import Trainer, make_dataset, make_experiment, make_run

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.contracts.run_status import TERMINAL
+from anneal.contracts.run_status import TERMINAL
 from tests.app.standalone.test_supervisor import Running
 from tests.factories import make_run
 from tests.small_disk import fill, small_disk

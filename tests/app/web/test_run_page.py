@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 from sqlalchemy import Engine
 
-from app.contracts.schemas.runs.common import FACTS
+from anneal.contracts.schemas.runs.common import FACTS
 from tests.app.web.pages import PHONE, resume, start, steps, too_wide
 from tests.browser import sign_in, window
 from tests.factories import make_dataset, make_run, mark_run

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select, update
 
+from anneal.contracts.attempt.failure_report import FailureReport
 from app.config import Settings
-from app.contracts.attempt.failure_report import FailureReport
 from app.infra.db import sync_engine
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, func, select, update
 
+from anneal.contracts.stop import StopRequest
 from app.config import Settings
-from app.contracts.stop import StopRequest
 from app.infra.files.object_store import MARK, ObjectStore, StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.state import machine

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.contracts.attempt.part_activity import PartActivity
-from app.contracts.attempt.part_end import PartEnd
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.part_activity import PartActivity
+from anneal.contracts.attempt.part_end import PartEnd
+from anneal.contracts.stop import StopRequest
 from worker.attempts.monitor import Monitor
 from worker.lease import ActivePart, EndedPart
 from worker.process.training_process import Exit

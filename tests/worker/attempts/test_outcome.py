@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import Engine, func, text, update
 
+from anneal.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.attempt.part_end import PartEnd
+from anneal.contracts.stop import StopRequest
 from app.config import Settings
-from app.contracts.attempt.failure_report import FailureReport
-from app.contracts.attempt.part_end import PartEnd
-from app.contracts.stop import StopRequest
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.state import machine

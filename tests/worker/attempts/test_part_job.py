@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.attempt.job import JobSpec
 from app.config import Settings
-from app.contracts.attempt.job import JobSpec
 from app.infra.storage import Storage
 from tests.rows import run_row
 from tests.waiting import eventually

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.contracts.attempt.messages import ActionRequest
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ActionRequest
+from anneal.contracts.stop import StopRequest
 from tests.jobs import make_spec
 from worker.fake.trainer import FakeTrainer
 from worker.wire.control import Control

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.fake_options import FakeOptions
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.fake_options import FakeOptions
+from anneal.contracts.stop import StopRequest
 from app.infra.files import file_manifest
 from tests.worker.process.launching import CPU, Said, start_launcher
 from tests.worker.trainers import write_job

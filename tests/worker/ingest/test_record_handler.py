@@ -13,9 +13,9 @@ import pytest
 from sqlalchemy import Engine, event, select
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from anneal.contracts.attempt.failure_report import MemoryPoint
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
-from app.contracts.attempt.failure_report import MemoryPoint
-from app.contracts.training_config.fields import TrainingConfig
 from app.infra.db import sync_engine
 from app.infra.files.disk_space import DatabaseReserve
 from app.infra.storage import Storage

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from anneal.contracts.attempt.device import AssignedDevice
 from app.config import Settings
-from app.contracts.attempt.device import AssignedDevice
 from tests.worker.trainers import write_job
 from worker.process.launcher import Launcher
 from worker.process.training_process import Exit, TrainingProcess

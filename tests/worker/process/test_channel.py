@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from tests.waiting import eventually
 from tests.worker.process.launching import Said, launch, start_launcher
 from worker.process.channel import Channel

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from anneal.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from app.config import Settings
-from app.contracts.attempt.device import AssignedDevice
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
 from app.infra.clock import since_boot
 from app.infra.process.identity import ProcessIdentity, start_time
 from tests.nodes import ROOT

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from anneal.contracts.attempt.messages import ControlMessage
 from app.config import Settings
-from app.contracts.attempt.messages import ControlMessage
 from app.infra.clock import since_boot
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, launch, start_launcher

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from app.config import Settings
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from tests.worker.process.launching import CPU, Said, is_alive, launch, start_launcher

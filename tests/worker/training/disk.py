@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from app.contracts.attempt.messages import TrainerRecord
+from anneal.contracts.attempt.messages import TrainerRecord
 from worker.wire.reporter import Reporter
 
 

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
     Forks,

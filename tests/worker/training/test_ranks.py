@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import (
     Forks,
     Outcome,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests import fork_server
 from worker.checkpoint_files.manifest import verify
 from worker.wire.journal import read_journal

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from app.contracts.attempt.messages import MAX_RECORD_BYTES, ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import MAX_RECORD_BYTES, ControlMessage
+from anneal.contracts.stop import StopRequest
 from app.infra.clock import since_boot
 from app.infra.process.identity import boot_id
 from tests.jobs import make_spec

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
 
-from app.contracts.attempt.job import EvaluatedCheckpoint
+from anneal.contracts.attempt.job import EvaluatedCheckpoint
 from app.infra.files.tree import bytes_below, remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check

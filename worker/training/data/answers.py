@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from app.contracts.rewards import NumericMatchReward, Reward, needs_answer
+from anneal.contracts.rewards import NumericMatchReward, Reward, needs_answer
 
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"

@@ -17,7 +17,7 @@ from trl.chat_template_utils import (
     is_chat_template_stop_token_trained,
 )
 
-from app.contracts.training_config.fields import LossOn
+from anneal.contracts.training_config.fields import LossOn
 from worker.training.data.chat_rendering import Chat, ChatRenderer, own_template
 from worker.training.data.remarks import Remark
 from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextTokenizer, mask_prefix

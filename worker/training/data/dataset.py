@@ -14,8 +14,8 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from app.contracts.training_config.fields import LossOn, TrainingConfig
-from app.contracts.training_config.resolution import loss_tokens
+from anneal.contracts.training_config.fields import LossOn, TrainingConfig
+from anneal.contracts.training_config.resolution import loss_tokens
 from worker.training.data import reader, tokenization
 from worker.training.data.chat_template import ChatEncoder
 from worker.training.data.completions import CompletionEncoder

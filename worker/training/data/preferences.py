@@ -12,7 +12,7 @@ from datasets import Dataset, Features, Json, List, Value
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from app.contracts.rewards import Reward
+from anneal.contracts.rewards import Reward
 from worker.training.data import reader, tokenization
 from worker.training.data.answers import answer_problem
 from worker.training.data.completions import Texts

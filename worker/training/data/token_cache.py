@@ -28,7 +28,7 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 
-from app.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.job import JobSpec
 from app.infra.files.disk_space import DiskReserve
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerControl
 
-from app.contracts.attempt.messages import ActionRequest, ActionStatus
+from anneal.contracts.attempt.messages import ActionRequest, ActionStatus
 from worker.training.checkpointing import saver
 from worker.training.failures import Stopped, one_line
 from worker.training.loop import sampling

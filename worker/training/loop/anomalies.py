@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from app.contracts.attempt.messages import AnomalyDetails, RepairProposal
-from app.contracts.attempt.repair import Repair
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.messages import AnomalyDetails, RepairProposal
+from anneal.contracts.attempt.repair import Repair
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.model.parallel.sharding import local_part
 from worker.training.trainer_protocol import ServiceTrainer

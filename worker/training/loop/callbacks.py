@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from app.contracts.attempt.messages import AnomalyDetails
+from anneal.contracts.attempt.messages import AnomalyDetails
 from app.infra.terminal_text import plain_number
 from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext

@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers import Trainer
 from transformers.trainer_utils import speed_metrics
 
-from app.contracts.stop import StopRequest
+from anneal.contracts.stop import StopRequest
 from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure

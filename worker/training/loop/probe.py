@@ -7,8 +7,8 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from app.contracts.methods import RlhfOptions
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.methods import RlhfOptions
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.training.data.preferences import PromptEncoder, answer_columns
 
 STEPS = 2

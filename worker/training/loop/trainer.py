@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
-from app.contracts.attempt.job import TrainedWeights
-from app.contracts.stop import StopMode
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.attempt.job import TrainedWeights
+from anneal.contracts.stop import StopMode
+from anneal.contracts.training_config.resolution import Replacement
 from worker.training.checkpointing import fidelity_check, rng_state, saver
 from worker.training.context import TrainingContext
 from worker.training.data.dataset import BORDERS, RowIdCollator

@@ -4,7 +4,7 @@ from functools import partial
 
 from transformers import AutoTokenizer
 
-from app.contracts.attempt.messages import TrainingResult
+from anneal.contracts.attempt.messages import TrainingResult
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure

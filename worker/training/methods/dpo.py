@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
 from worker.training.data.preferences import Pairs

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from trl import KTOConfig, KTOTrainer
 from trl.trainer import kto_trainer
 
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data.preferences import Pairs
 from worker.training.data.rated_answers import rated_answers

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from transformers import PrinterCallback, TrainingArguments
 
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.training_config.resolution import Replacement
 from app.estimator.activations import Checkpointing
 from app.estimator.architecture import UnknownArchitecture
 from app.estimator.architecture import read_architecture as read_architecture

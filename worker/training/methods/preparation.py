@@ -13,18 +13,18 @@ import transformers
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.contracts.attempt.job import DataSource
-from app.contracts.training_config.fields import Attention, TrainingConfig
-from app.contracts.training_config.masked_model import masked_model_warning
-from app.contracts.training_config.optimizers import OPTIMIZERS
-from app.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
-from app.contracts.training_config.resolution import (
+from anneal.contracts.attempt.job import DataSource
+from anneal.contracts.training_config.fields import Attention, TrainingConfig
+from anneal.contracts.training_config.masked_model import masked_model_warning
+from anneal.contracts.training_config.optimizers import OPTIMIZERS
+from anneal.contracts.training_config.padding import SEPARATES_TEXTS, is_padding_free
+from anneal.contracts.training_config.resolution import (
     LONGEST_SEQUENCE,
     Replacement,
     length_replacement,
     match_stored_quantization,
 )
-from app.contracts.training_config.stored_quantization import stored_quantization_conflicts
+from anneal.contracts.training_config.stored_quantization import stored_quantization_conflicts
 from worker.training.checkpointing import saver
 from worker.training.context import TrainingContext
 from worker.training.data import dataset as data

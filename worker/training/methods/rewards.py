@@ -16,7 +16,7 @@ import regex
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from app.contracts.rewards import (
+from anneal.contracts.rewards import (
     ExactMatchReward,
     FormatReward,
     JsonSchemaReward,

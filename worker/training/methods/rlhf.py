@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.rewards import metric_names
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.rewards import metric_names
+from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
 from worker.training.data.preferences import Pairs, PromptEncoder

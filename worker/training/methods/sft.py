@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import dataset
 from worker.training.data.chat_template import training_template, trains_end_of_turn

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
-from app.contracts.training_config.adapters import CHANGES_BASE
+from anneal.contracts.training_config.adapters import CHANGES_BASE
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.model import loader

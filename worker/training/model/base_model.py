@@ -15,10 +15,10 @@ from peft import PeftConfig
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from app.contracts.attempt.job import JobSpec, ModelSource
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
+from anneal.contracts.attempt.job import JobSpec, ModelSource
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.stored_quantization import StoredQuantization, stored_quantization
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import resume_fidelity
 from worker.training.failures import TrainingFailure, one_line

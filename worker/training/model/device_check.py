@@ -9,10 +9,10 @@ from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer import add_fused_lm_head
 
-from app.contracts.attempt.device import AssignedDevice
-from app.contracts.methods import TrainingMethod
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
+from anneal.contracts.attempt.device import AssignedDevice
+from anneal.contracts.methods import TrainingMethod
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
 from worker.training.failures import DEVICE_ERROR, OUT_OF_MEMORY, classify_error, one_line
 from worker.training.model import loader
 from worker.training.model.base_model import BaseModelSource

@@ -7,7 +7,7 @@ from typing import Any
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import one_line
 from worker.training.model.attention import batched_length
 from worker.training.model.experts import expert_modules

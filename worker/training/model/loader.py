@@ -24,9 +24,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
-from app.contracts.attempt.device import AssignedDevice
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities, default_dtype
+from anneal.contracts.attempt.device import AssignedDevice
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities, default_dtype
 from worker.training.failures import TrainingFailure, device_failure
 from worker.training.model.attention import VARLEN, supports_varlen
 from worker.training.model.base_model import BaseModelSource, load_failure

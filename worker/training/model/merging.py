@@ -11,7 +11,7 @@ from transformers import Mxfp4Config, PreTrainedModel
 from transformers.integrations.bitsandbytes import Bnb4bitDeserialize, Bnb8bitDeserialize
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
-from app.contracts.training_config.stored_quantization import StoredQuantization
+from anneal.contracts.training_config.stored_quantization import StoredQuantization
 from worker.training.model.checked_weights import checked_adapters
 
 _READERS = (Bnb4bitDeserialize, Bnb8bitDeserialize, Mxfp4Dequantize)

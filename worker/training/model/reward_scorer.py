@@ -8,7 +8,7 @@ from peft import PeftConfig
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from trl.trainer.reward_trainer import suppress_seqcls_warning
 
-from app.contracts.attempt.job import ModelSource
+from anneal.contracts.attempt.job import ModelSource
 from worker.training.context import TrainingContext
 from worker.training.data.chat_template import ensure_template
 from worker.training.failures import TrainingFailure

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 
-from app.contracts.attempt.job import EXPORT, MERGED_BASE
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.attempt.job import EXPORT, MERGED_BASE
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import keep_published_generation_config, save_weights

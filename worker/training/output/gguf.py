@@ -18,8 +18,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from app.contracts.run_task import RunTask
-from app.contracts.training_config.rules import INSTALL_GGUF_CONVERTER
+from anneal.contracts.run_task import RunTask
+from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER
 from app.infra.process.children import last_lines
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.training.context import TrainingContext

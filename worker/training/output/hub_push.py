@@ -13,7 +13,7 @@ import psutil
 from huggingface_hub import CommitInfo, HfApi, constants, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError
 
-from app.contracts.attempt.messages import HubPush
+from anneal.contracts.attempt.messages import HubPush
 from app.infra.files.tree import files_below
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from app.contracts.attempt.job import MERGED_BASE
-from app.contracts.methods import METHODS
+from anneal.contracts.attempt.job import MERGED_BASE
+from anneal.contracts.methods import METHODS
 from app.infra.ids import is_id
 from worker.training.context import TrainingContext
 

@@ -8,8 +8,8 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 import torch
 from datasets import Dataset
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import Replacement
 from app.estimator import memory_planner
 from app.estimator.activations import Precision
 from app.estimator.architecture import UnknownArchitecture, read_architecture

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.memory_planner import USABLE_FRACTION
 from worker.training.failures import OUT_OF_MEMORY, classify_error
 

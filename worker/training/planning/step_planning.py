@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from app.contracts.training_config.resolution import Replacement
+from anneal.contracts.training_config.resolution import Replacement
 from app.estimator.memory import optimizer_state
 from worker.checkpoint_files import resume_fidelity
 from worker.training.context import TrainingContext

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from app.contracts.plugins import Plugin
+from anneal.contracts.plugins import Plugin
 from worker.training.plugins import registry
 from worker.training.plugins.metric_functions import named_numbers
 from worker.training.trainer_protocol import ServiceTrainer

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from app.contracts.plugins import Plugin
+from anneal.contracts.plugins import Plugin
 from app.infra.files.tree import remove_tree
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure

@@ -12,10 +12,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from app.contracts.attempt.job import DataSource
-from app.contracts.plugins import Plugin, is_template_name, named_plugins
-from app.contracts.rewards import PluginReward
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.job import DataSource
+from anneal.contracts.plugins import Plugin, is_template_name, named_plugins
+from anneal.contracts.rewards import PluginReward
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure
 from worker.training.plugins import registry

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from app.contracts.methods import Method
+from anneal.contracts.methods import Method
 from worker.training.failures import TrainingFailure
 
 GROUP = "anneal.metrics"

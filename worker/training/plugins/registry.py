@@ -8,7 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from app.contracts.plugins import PLUGINS
+from anneal.contracts.plugins import PLUGINS
 from worker.training.failures import Stopped, TrainingFailure
 
 _RAISED_UNCHANGED = (Stopped, TrainingFailure, MemoryError)

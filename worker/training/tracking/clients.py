@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import psutil
 
-from app.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.job import JobSpec
 from app.infra.files.tree import remove_tree
 from worker.training.run_state import DISTRIBUTIONS, METRICS
 

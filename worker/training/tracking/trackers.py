@@ -13,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.attempt.messages import TrainingResult
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.messages import TrainingResult
+from anneal.contracts.training_config.fields import TrainingConfig
 from worker.training.failures import TrainingFailure
 from worker.training.tracking.clients import Mlflow, Status, TensorBoard, TrackedPoint, Tracker, Wandb
 from worker.wire.reporter import Reporter

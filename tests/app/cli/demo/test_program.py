@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from anneal.client.client import Anneal
 from app.cli.demo import program
-from app.client.client import Anneal
 from tests.factories import Trainer
 from tests.server import ApiServer
 from tests.waiting import eventually

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sqlalchemy import Engine, update
 
+from anneal.contracts.schemas.postmortem import CorrectedRequest
 from app.cli.runs.postmortem import shell_command
-from app.contracts.schemas.postmortem import CorrectedRequest
 from app.infra.storage import Storage
 from app.tables.runs import Run
 from tests.app.conftest import ROWS, Anneal, json_of

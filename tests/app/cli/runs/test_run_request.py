@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.cli.runs import run_file
-from app.contracts.training_config.fields import TrainingConfig
 from tests.app.conftest import Anneal, json_of
 from tests.server import ApiServer
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from anneal.contracts.schemas.estimates import EXAMPLE
+from anneal.contracts.schemas.runs.common import FACTS
+from anneal.contracts.schemas.runs.reads import RunRead
 from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs_text
-from app.contracts.schemas.estimates import EXAMPLE
-from app.contracts.schemas.runs.common import FACTS
-from app.contracts.schemas.runs.reads import RunRead
 from tests.app.conftest import Anneal, json_of
 from tests.factories import Trainer, mark_run
 

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from app.cli.runs.state_text import status_text
-from app.cli.runs.watch import WatchState, draw_curve, step_ticks
-from app.client import client
-from app.contracts.events import (
+from anneal.client import client
+from anneal.contracts.events import (
     ConfigEvent,
     DeviceEvent,
     EvalEvent,
@@ -23,6 +21,8 @@ from app.contracts.events import (
     SampleEvent,
     StatusEvent,
 )
+from app.cli.runs.state_text import status_text
+from app.cli.runs.watch import WatchState, draw_curve, step_ticks
 from app.infra.storage import Storage
 from tests.app.conftest import Anneal
 from tests.factories import Trainer, mark_run

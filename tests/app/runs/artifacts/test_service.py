@@ -14,8 +14,8 @@ from urllib.parse import quote
 import psutil
 import pytest
 
+from anneal.client.client import Anneal
 from app.api.open_responses import DOWNLOADS_PER_KEY
-from app.client.client import Anneal
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from app.client.client import Anneal
+from anneal.client.client import Anneal
+from anneal.contracts.training_config.fields import TrainerOptions
 from app.config import Settings
-from app.contracts.training_config.fields import TrainerOptions
 from app.infra.db import sync_engine
 from app.tables.runs import Attempt
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, mark_run

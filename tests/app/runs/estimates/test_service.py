@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import Engine, insert, text, update
 
-from app.client.client import Anneal
+from anneal.client.client import Anneal
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.runs.estimates import history, hub_config, service

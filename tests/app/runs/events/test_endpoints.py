@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sseclient import SSEClient
 
-from app.contracts.attempt.messages import MAX_RECORD_BYTES
+from anneal.contracts.attempt.messages import MAX_RECORD_BYTES
 from app.infra.ids import new_id
 from app.runs.events.frames import Batch, Frame
 from app.runs.events.log import NewEvent, event_json

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from app.client.client import Anneal, AsyncAnneal
+from anneal.client.client import Anneal, AsyncAnneal
+from anneal.contracts.events import FEED_TYPES, EndEvent
 from app.config import Settings
-from app.contracts.events import FEED_TYPES, EndEvent
 from app.infra.broker import ALL_RUNS, Broker
 from app.infra.db import async_engine
 from app.runs.events.feed import number_events

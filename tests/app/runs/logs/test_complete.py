@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from app.client.client import Anneal
+from anneal.client.client import Anneal
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage

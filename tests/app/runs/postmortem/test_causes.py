@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from app.contracts.attempt.failure_report import FailureReport
+from anneal.contracts.attempt.failure_report import FailureReport
 from app.runs.postmortem.causes import probable_cause
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from anneal.contracts.schemas.runs.reads import Prediction
 from app.cli.runs.watch import WatchState, refresh_interval
-from app.contracts.schemas.runs.reads import Prediction
 from app.runs.queue import durations
 from app.runs.queue.durations import PastAttempt, Timings, TypicalDurations, Workload
 

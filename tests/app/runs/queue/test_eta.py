@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import Engine, event, func, insert, select, text
 
 import app.runs.queue.eta
+from anneal.contracts.schemas.runs.reads import Prediction
 from app.config import Settings
-from app.contracts.schemas.runs.reads import Prediction
 from app.infra.db import async_engine, session_maker
 from app.runs.queue.durations import Timings, config_digest
 from app.runs.queue.eta import EtaService

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, update
 from sqlalchemy.exc import IntegrityError
 
-from app.contracts.run_status import LIVE
+from anneal.contracts.run_status import LIVE
 from app.infra.ids import new_id
 from app.runs.events.log import LeaseFenced, NewEvent, Progress, append_events
 from app.runs.queue.claim import claim_run

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.training_config.optimizers import OPTIMIZERS
 from app.config import Settings
-from app.contracts.training_config.optimizers import OPTIMIZERS
 from app.estimator.activations import LIGER_PACKAGE
 from tests.factories import make_dataset, make_model
 from tests.rows import add_worker

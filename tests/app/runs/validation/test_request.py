@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
+from anneal.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.validation import config_errors
 from app.config import Settings
-from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.validation import config_errors
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from app.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.device import AssignedDevice
 from tests.worker.test_devices import Driver
 from worker import devices
 from worker.training.failures import TrainingFailure

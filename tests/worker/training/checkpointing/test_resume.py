@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.jobs import make_spec
 from tests.worker.training.output.outputs import figures, weights
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_tiny_model

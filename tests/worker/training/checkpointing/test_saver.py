@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
 from transformers import AutoModelForCausalLM, Trainer
 
-from app.contracts.attempt.messages import ActionRequest
-from app.contracts.methods import METHODS, TrainingMethod
-from app.contracts.stop import StopMode
+from anneal.contracts.attempt.messages import ActionRequest
+from anneal.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.stop import StopMode
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from worker.checkpoint_files import manifest

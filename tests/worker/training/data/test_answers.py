@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from app.contracts.rewards import Reward
+from anneal.contracts.rewards import Reward
 from worker.training.data.answers import answer_problem
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import make_chat_dataset, write_rows
 from worker.training.data import dataset
 from worker.training.data.chat_template import ensure_template, set_template

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, chat_template_utils
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.datasets import formats
 from tests.worker.training.data.test_chat_template import tokenizer_of
 from tests.worker.training.data.test_dataset import learned

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.disk import Disk
 from tests.worker.training.tiny import Forks, make_job, write_rows
 from worker.training.data import dataset

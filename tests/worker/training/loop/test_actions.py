@@ -12,10 +12,10 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl
 
-from app.contracts.attempt.messages import ActionRequest, ControlMessage
-from app.contracts.stop import StopRequest
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.attempt.messages import ActionRequest, ControlMessage
+from anneal.contracts.stop import StopRequest
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, Outcome, make_job
 from worker.training.context import TrainingContext

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model, write_rows
 from worker.checkpoint_files.manifest import verify
 from worker.training.loop.anomalies import Anomaly, AnomalyGuard

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
 from tests.waiting import eventually
 from tests.worker.training.tiny import Forks, make_job
 from worker.training.loop.callbacks import metric_line

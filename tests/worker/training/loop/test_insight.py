@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import OlmoConfig, OlmoForCausalLM, TrainerControl, TrainerState
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.flops import Operations
 from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts

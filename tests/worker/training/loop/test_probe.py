@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.worker.training.tiny import Forks, make_job, write_rows
 from tests.worker.training.two_ranks import TwoRanks
 from worker.training.loop import probe as measuring

@@ -5,7 +5,7 @@ import pkgutil
 
 import pytest
 
-from app.contracts.methods import METHODS, Method
+from anneal.contracts.methods import METHODS, Method
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=lambda method: method.name)

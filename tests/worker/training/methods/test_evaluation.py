@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.methods import EVALUATION_METRICS
-from app.contracts.stop import StopRequest
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.methods import EVALUATION_METRICS
+from anneal.contracts.stop import StopRequest
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_pairs, make_prompts, make_rated
 from tests.worker.training.two_ranks import TwoRanks
 from worker.training.loop.trainer import ServiceTrainerMixin

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from app.contracts.attempt.run_facts import invalid_facts
-from app.contracts.methods import METHODS as TRAINING_METHODS
-from app.contracts.methods import TrainingMethod
-from app.contracts.training_config.raw_config import given_fields
+from anneal.contracts.attempt.run_facts import invalid_facts
+from anneal.contracts.methods import METHODS as TRAINING_METHODS
+from anneal.contracts.methods import TrainingMethod
+from anneal.contracts.training_config.raw_config import given_fields
 from tests.specified_config import SpecifiedConfig
 from tests.worker.training.tiny import (
     Forks,

@@ -12,8 +12,8 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
-from app.contracts.training_config.fields import Optimizer, Scheduler, TrainingConfig
-from app.contracts.training_config.optimizers import (
+from anneal.contracts.training_config.fields import Optimizer, Scheduler, TrainingConfig
+from anneal.contracts.training_config.optimizers import (
     NOT_SUPPORTED,
     OPTIMIZERS,
     SCHEDULERS,

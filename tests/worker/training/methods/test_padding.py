@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_tiny_model
 from worker.training.data.dataset import BORDERS, RowIdCollator
 from worker.training.failures import TrainingFailure

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from app.contracts.rewards import Reward, needs_answer
+from anneal.contracts.rewards import Reward, needs_answer
 from worker.training.methods import rewards
 from worker.training.methods.rewards import build_reward_functions
 

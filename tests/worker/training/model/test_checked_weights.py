@@ -35,9 +35,9 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import (
     Forks,
     Outcome,

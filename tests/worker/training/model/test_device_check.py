@@ -7,7 +7,7 @@ import torch
 from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 from trl.trainer import utils as trl_utils
 
-from app.contracts.attempt.device import AssignedDevice
+from anneal.contracts.attempt.device import AssignedDevice
 from worker.training.failures import TrainingFailure
 from worker.training.model import device_check, loader
 

@@ -8,7 +8,7 @@ import torch
 from peft import get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture, parameters
 from worker.training.model.loader import lora_config
 

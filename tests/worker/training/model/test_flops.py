@@ -9,7 +9,7 @@ from peft import get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import Checkpointing, recomputed_layers
 from app.estimator.flops import StepOperations, step_operations

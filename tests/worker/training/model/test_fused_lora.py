@@ -13,9 +13,9 @@ from peft.tuners import lora
 from torch import nn
 from transformers import AutoConfig
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import make_tiny_model
 from worker.training.model import fused_lora, loader
 from worker.training.model.base_model import BaseModelSource

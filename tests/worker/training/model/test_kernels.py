@@ -22,7 +22,7 @@ from transformers.utils import is_liger_kernel_available
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as trl_utils
 
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator.activations import LIGER_FAMILIES
 from app.estimator.architecture import FAMILIES
 from tests.worker.training.tiny import Forks, make_job

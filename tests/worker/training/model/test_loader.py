@@ -24,8 +24,8 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, make_job, make_pairs
 from worker.training.failures import TrainingFailure

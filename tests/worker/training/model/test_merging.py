@@ -19,9 +19,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import match_stored_quantization, resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import match_stored_quantization, resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from worker.training.model import base_model, loader
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.checked_weights import load_pretrained

@@ -13,11 +13,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from app.contracts.attempt.job import JobSpec
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import resolve_config
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import resolve_config
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, load_output, make_job
 from worker.training.model import loader
 from worker.training.model.base_model import find_base

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from tests.worker.training.output.test_export import QUICK, paths_in

@@ -11,10 +11,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from app.contracts.attempt.messages import ControlMessage
-from app.contracts.stop import StopRequest
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.attempt.messages import ControlMessage
+from anneal.contracts.stop import StopRequest
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.jobs import make_spec
 from tests.waiting import eventually
 from tests.worker.training.output.hub_server import COMMIT, SMALL, Hub

@@ -9,11 +9,11 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig
 
-from app.contracts.attempt.repair import Repair
-from app.contracts.methods import METHODS
-from app.contracts.training_config.fields import TrainingConfig
-from app.contracts.training_config.resolution import Replacement
-from app.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.attempt.repair import Repair
+from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import Replacement
+from anneal.contracts.training_config.rules import DeviceCapabilities
 from worker.training.planning import memory_plan
 from worker.training.ranks import Ranks
 

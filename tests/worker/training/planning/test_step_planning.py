@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from app.contracts.attempt.run_facts import invalid_facts
+from anneal.contracts.attempt.run_facts import invalid_facts
 from tests.worker.training.tiny import (
     Forks,
     Outcome,

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from app.contracts.plugins import PLUGINS
-from app.contracts.rewards import PluginReward
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.plugins import PLUGINS
+from anneal.contracts.rewards import PluginReward
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.jobs import make_spec
 from tests.plugin import install
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts

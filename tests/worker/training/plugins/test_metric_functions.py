@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.contracts.methods import METHODS, TrainingMethod
+from anneal.contracts.methods import METHODS, TrainingMethod
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts, make_rated
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import metric_functions

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from app.contracts.attempt.job import JobSpec, TrackerServers
-from app.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.attempt.job import JobSpec, TrackerServers
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.http_server import serving
 from tests.jobs import make_spec
 from tests.waiting import eventually

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers.distributed.expert_parallel import AllToAllEP
 
-from app.contracts.training_config.expert_parallel import MODEL_TYPES, devices_message, fitting_groups
+from anneal.contracts.training_config.expert_parallel import MODEL_TYPES, devices_message, fitting_groups
 from worker.training.model.experts import expert_modules
 from worker.wire.heartbeat import HeartbeatCallback
 

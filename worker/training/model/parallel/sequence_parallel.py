@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import find_packed_sequence_indices, packed_sequence_compatibility_function
 
-from app.contracts.training_config.sequence_parallel import division_obstacle
+from anneal.contracts.training_config.sequence_parallel import division_obstacle
 from worker.training.data.sequence_share import WholeSequences
 from worker.training.failures import TrainingFailure
 from worker.training.model.attention import VARLEN

@@ -1,0 +1,49 @@
+"""Methods of `client.service`, `client.workers` and `client.models`: the service, its machines and what they have."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from anneal.client.api_resource import ApiResource
+from anneal.client.sync_async import M, call, stream
+from anneal.contracts.schemas.api_keys import LinkRead
+from anneal.contracts.schemas.health import Ready
+from anneal.contracts.schemas.models import ModelRead
+from anneal.contracts.schemas.page import Page
+from anneal.contracts.schemas.workers import WorkerRead
+
+
+class Service(ApiResource[M]):
+    """The service itself."""
+
+    @call
+    async def ready(self) -> Ready:
+        """Return the version and readiness; raises `AnnealError` `not_ready` that names what is missing."""
+        return await self._session.get(Ready, f"{self._session.transport.url}/readyz")
+
+    @call
+    async def sign_in_link(self) -> LinkRead:
+        """Create a link that signs a browser in to the dashboard as this key, once, within ten minutes."""
+        link = await self._session.post(LinkRead, "/session/links", {})
+        # Behind a proxy that terminates TLS the service does not know the scheme of its address; the client does.
+        token = link.url.partition("#")[2]
+        return link.model_copy(update={"url": f"{self._session.transport.url}/login#{token}"})
+
+
+class Workers(ApiResource[M]):
+    """Workers: the processes that execute runs."""
+
+    @stream
+    async def list(self, *, limit: int | None = None, after: str | None = None) -> AsyncGenerator[WorkerRead]:
+        """Iterate over workers with their devices and current runs, newest first."""
+        async with aclosing(self._iterate_items("/workers", WorkerRead, {}, limit, after)) as items:
+            async for item in items:
+                yield item
+
+
+class Models(ApiResource[M]):
+    """Base models on the server."""
+
+    @call
+    async def list(self) -> list[ModelRead]:
+        """Return the base models below the models roots of the server, by name."""
+        return (await self._session.get(Page[ModelRead], "/models")).data

@@ -1,0 +1,264 @@
+"""Wire models of requests about runs."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError
+
+from anneal.contracts.errors import FieldError
+from anneal.contracts.field_types import EvaluationSetName
+from anneal.contracts.human_numbers import COUNT, SECONDS
+from anneal.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
+from anneal.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
+from anneal.contracts.schemas.short_repr import ShortRepr
+from anneal.contracts.stop import StopMode
+from anneal.contracts.training_config.fields import Steps
+
+MOST_TAGS = 50
+
+
+MOST_EXTRA_EVAL_DATASETS = 16
+
+
+def _limit_size(config: dict[str, Any]) -> dict[str, Any]:
+    size = len(json.dumps(config, ensure_ascii=False))
+    if size > _MOST_CONFIG_CHARACTERS:
+        message = "has {size} characters as JSON, and may have {most}: shorten its patterns, schemas and options"
+        raise PydanticCustomError(
+            "config_too_large", message, {"size": f"{size:,}", "most": f"{_MOST_CONFIG_CHARACTERS:,}"}
+        )
+    return config
+
+
+_MOST_CONFIG_CHARACTERS = 64 * 1024
+"""Length of a configuration as JSON; a page of a list has two hundred of them."""
+
+
+class RunCreate(Body):
+    """Request to create a run."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "name": "docstrings", "dataset_id": DATASET_ID, "backend": "celery", "config": CONFIG,
+                "tags": ["demo"],
+            }
+        }
+    )  # fmt: skip
+
+    experiment_id: str | None = Field(
+        default=None, max_length=100, description="ID of the experiment; null: the experiment `default`."
+    )
+    name: Label | None = Field(default=None, description="Name of the run; null: method and base model.")
+    backend: str = Field(default="celery", max_length=100, description="Training backend; GET /v1/backends lists them.")
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to train on.")
+    eval_dataset_id: str | None = Field(
+        default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
+    )
+    extra_eval_datasets: dict[EvaluationSetName, Annotated[str, StringConstraints(max_length=100)]] = Field(
+        default_factory=dict,
+        max_length=MOST_EXTRA_EVAL_DATASETS,
+        description="IDs of further datasets to evaluate on, by a name of `a-z`, `0-9` and `_`: each evaluation also "
+        "reports `eval_<name>_loss` and the other metrics of each. `eval_dataset_id` or `eval_split` must be set too, "
+        "and alone decides about the best checkpoint and early stopping.",
+    )
+    config: Annotated[Config, AfterValidator(_limit_size)] = Field(
+        description="Training configuration; at most 65,536 characters of JSON."
+    )
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
+    max_restarts: int = Field(
+        default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
+    )
+    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the run needs.")
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class EvaluationCreate(Body):
+    """Request to evaluate a model."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"model": RUN_ID, "dataset_id": DATASET_ID, "config": {"max_eval_rows": 500}, "tags": ["demo"]}
+        }
+    )
+
+    model: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Model to evaluate: `run_…` for the output of a run, `ckpt_…` for a checkpoint, otherwise a base "
+        "model as in `config.base_model` of a run.",
+    )
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
+    config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
+        default_factory=dict,
+        description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
+        "`loss_on`, `extra.eval_batch_size`, `extra.metrics` and the options of the loss (`dpo`, `kto`, `rlhf`): the "
+        "others are those of the run. For a base model also `method`. The dataset determines the loss: that of the "
+        "run if its method trains on such data, otherwise that of the method that does.",
+    )
+    experiment_id: str | None = Field(
+        default=None,
+        max_length=100,
+        description="ID of the experiment; null: that of the run, for a base model the experiment `default`.",
+    )
+    name: Label | None = Field(default=None, description="Name of the evaluation; null: it names the model.")
+    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the evaluation needs.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class DatasetSize(Body):
+    """Size of a dataset that is not uploaded yet."""
+
+    rows: Annotated[int, Field(ge=1, le=10**12), COUNT]
+    mean_tokens: float | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="Mean number of tokens of a row (of `dpo` and `reward`: of a prompt with either answer); null: "
+        "`max_seq_length`.",
+    )
+
+
+class RunToEstimate(RunCreate):
+    """Request to estimate a run."""
+
+    dataset_id: str | None = Field(  # type: ignore[assignment]
+        default=None, max_length=100, description="ID of the dataset; null: `dataset_size` says how large it is."
+    )
+    dataset_size: DatasetSize | None = Field(default=None, description="Instead of `dataset_id`, without an upload.")
+    device: str | None = Field(
+        default=None,
+        max_length=100,
+        description="GPU to estimate for, such as `H100`, `A100 80GB` or `RTX 4090`, also if no worker has one; null: "
+        "the devices of online workers that `resources` allows.",
+    )
+    probe: bool = Field(default=False, description="Also measure two steps on its longest rows, on a worker.")
+
+    @property
+    def uploaded_dataset(self) -> str:
+        """ID of the dataset of a request that has one, as each with `probe`."""
+        if self.dataset_id is None:
+            raise ValueError("the request has the size of a dataset, and none that is uploaded")
+        return self.dataset_id
+
+
+class RunEdit(Body):
+    """Changes to a run; omitted fields stay unchanged."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"name": "rank 8", "tags": ["demo"], "pinned": True}})
+
+    name: Label | None = None
+    tags: Annotated[list[Label], Field(max_length=MOST_TAGS)] | None = Field(
+        default=None, description="Replaces all tags."
+    )
+    pinned: bool | None = Field(default=None, description="A pinned run is never deleted, not even by retention.")
+    priority: int | None = Field(
+        default=None,
+        ge=-1000,
+        le=1000,
+        description="Runs with higher priority start first. A change applies whenever the run waits; 409 if it has "
+        "ended.",
+    )
+
+
+GraceSeconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False), SECONDS]
+
+
+class RunStop(Body):
+    """Request to stop a run."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"mode": "checkpoint"}})
+
+    mode: StopMode | None = Field(
+        default=None,
+        description="`checkpoint` (default): save and end. `epoch_end`: train to the end of the epoch, save and end; a "
+        "later stop with another mode ends it at once. `best`: end at once if an evaluation has found a best "
+        "checkpoint, from which the run can be resumed; otherwise like `checkpoint`. `discard`: end without saving.",
+    )
+    save_checkpoint: bool | None = Field(default=None, description="False: mode `discard`.")
+    deadline_seconds: GraceSeconds | None = Field(
+        default=None,
+        description="Seconds that the trainer has to finish its step and to save before it is killed; null: the grace "
+        "period of the service. Not with `epoch_end`. A later request may set another one.",
+    )
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> "RunStop":
+        if self.mode == "epoch_end" and self.deadline_seconds is not None:
+            raise ValueError("`deadline_seconds` has no effect with the mode `epoch_end`; leave it out")
+        if None not in (self.mode, self.save_checkpoint) and self.save_checkpoint is (self.mode == "discard"):
+            raise ValueError(f"`save_checkpoint` contradicts the mode `{self.mode}`; leave `save_checkpoint` out")
+        return self
+
+    @property
+    def how(self) -> StopMode:
+        """Stop mode that the request asks for."""
+        return self.mode or ("discard" if self.save_checkpoint is False else "checkpoint")
+
+
+class RunResume(Body):
+    """Request to resume a run."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"config": {"epochs": 2}}})
+
+    checkpoint_id: str | None = Field(
+        default=None,
+        max_length=100,
+        description="Checkpoint to resume from; null: the newest good one.",
+        examples=[CHECKPOINT_ID],
+    )
+    checkpoint_path: str | None = Field(
+        default=None,
+        max_length=4096,
+        description="Checkpoint to resume from, by its folder as in `checkpoint_path` of a run; instead of its id.",
+    )
+    from_: Literal["start"] | None = Field(
+        default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
+    )
+    config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
+        default_factory=dict, description="Fields to change; the others stay unchanged."
+    )
+    stop_after_steps: Steps | None = Field(
+        default=None,
+        description="Save and stop after so many further steps; sets `stop_at_step`, counted from the checkpoint.",
+    )
+    resources: ResourceChanges | None = Field(
+        default=None,
+        description="Changes of the resources that the resumed run asked for; what they leave out stays, and null "
+        "resets a field to its default.",
+    )
+
+    @model_validator(mode="after")
+    def _check_agreement(self) -> "RunResume":
+        if self.stop_after_steps is not None and self.config.get("stop_at_step") is not None:
+            raise ValueError("`stop_after_steps` and `config.stop_at_step` say the same; leave one of them out")
+        return self
+
+
+class RunCheck(ShortRepr):
+    """Result of validating a run: errors, warnings and the effective configuration."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "valid": True,
+                "errors": [],
+                "warnings": [
+                    {
+                        "field": "config.optim",
+                        "code": "replaced",
+                        "message": "`optim` will be `adamw_8bit` instead of `paged_adamw_8bit`: "
+                        "Paging optimizer state needs a GPU.",
+                    }
+                ],
+                "effective_config": {**CONFIG, "load_in_4bit": True, "optim": "adamw_8bit"},
+            }
+        }
+    )
+
+    valid: bool
+    errors: list[FieldError]
+    warnings: list[FieldError]
+    effective_config: Config | None = Field(description="Effective configuration; null if there are errors.")
