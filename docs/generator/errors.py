@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import anneal.contracts
 import app
 from docs.generator import markdown
 
@@ -68,9 +69,8 @@ def _text(details: list[str]) -> str:
 
 
 def _modules() -> Iterator[ast.Module]:
-    (root,) = app.__path__
-    for path in sorted(Path(root).rglob("*.py")):
-        if "client" not in path.parts:
+    for root in (*app.__path__, *anneal.contracts.__path__):
+        for path in sorted(Path(root).rglob("*.py")):
             yield ast.parse(path.read_text())
 
 

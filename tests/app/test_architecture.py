@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [
-    path for folder in ("app", "worker", "tests", "benchmarks", "migrations") for path in (ROOT / folder).rglob("*.py")
-]
-PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("app", "worker", "migrations")]
+FOLDERS = ("anneal", "app", "worker", "tests", "benchmarks", "migrations")
+SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+PRODUCT = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("anneal", "app", "worker", "migrations")]
 MAX_MODULES = 16
 _ASSIGNED = re.compile(r"UPDATE\s+runs\b.*?\bSET\b(.*?)(?:\bWHERE\b|$)", re.DOTALL | re.IGNORECASE)
 HEAVY = (

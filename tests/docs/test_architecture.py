@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs/internals/architecture.md").read_text()
 PACKAGES = PAGE.partition("## Packages")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize("folder", ["app", "worker"])
+@pytest.mark.parametrize("folder", ["anneal", "app", "worker"])
 def test_every_package_is_named_and_exists(folder: str) -> None:
     paths = [path for path in (ROOT / folder).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
     there = {f"{folder}/{path.name}" for path in paths if path.name != "__init__.py"}

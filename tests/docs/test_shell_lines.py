@@ -113,6 +113,6 @@ def test_anneal_is_installed_from_a_clone_and_from_no_package_index() -> None:
     # A package of this name in an index is another project's.
     from_index = re.compile(r"pip install [^`\n]*['\" ]anneal\b['\"`\[\s]")
     assert from_index.search("run `pip install 'anneal[worker]'`")
-    modules = [path for name in ("app", "worker") for path in (ROOT / name).rglob("*.py")]
+    modules = [path for name in ("anneal", "app", "worker") for path in (ROOT / name).rglob("*.py")]
     files = [*PAGES, *ROOT.glob("Dockerfile*"), *modules]
     assert [str(path) for path in files if from_index.search(path.read_text())] == []
