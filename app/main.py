@@ -21,17 +21,17 @@ import app.datasets.service
 import app.experiments.endpoints
 import app.models.endpoints
 import app.prometheus.endpoints
-import app.runs.actions.endpoints
-import app.runs.artifacts.endpoints
-import app.runs.checkpoints.endpoints
 import app.runs.endpoints
 import app.runs.events.endpoints
 import app.runs.events.history
-import app.runs.logs.endpoints
-import app.runs.metrics.curves
-import app.runs.metrics.endpoints
-import app.runs.postmortem.endpoints
+import app.runs.reading.logs.endpoints
+import app.runs.reading.metrics.curves
+import app.runs.reading.metrics.endpoints
+import app.runs.reading.postmortem.endpoints
 import app.runs.retention
+import app.runs.state.actions.endpoints
+import app.runs.state.artifacts.endpoints
+import app.runs.state.checkpoints.endpoints
 import app.secrets.endpoints
 import app.web.endpoints
 import app.workers.endpoints
@@ -61,7 +61,7 @@ from app.infra.storage import Storage
 from app.infra.tracing import Tracing
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
-from app.runs.estimates.service import EstimateTurns
+from app.runs.creating.estimates.service import EstimateTurns
 from app.runs.events.responses import OpenStreams
 from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
@@ -112,15 +112,15 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     api.include_router(app.api.health.router)
     # The router tries the paths one after the other, so runs come first, and pages, which are read once, last.
     for resource in (
-        app.runs.metrics.endpoints,  # before the paths with `{run_id}`: it has `/runs/curves`
+        app.runs.reading.metrics.endpoints,  # before the paths with `{run_id}`: it has `/runs/curves`
         app.runs.endpoints,
-        app.runs.logs.endpoints,
+        app.runs.reading.logs.endpoints,
         app.runs.events.endpoints,
         app.runs.events.history,
-        app.runs.actions.endpoints,
-        app.runs.checkpoints.endpoints,
-        app.runs.artifacts.endpoints,
-        app.runs.postmortem.endpoints,
+        app.runs.state.actions.endpoints,
+        app.runs.state.checkpoints.endpoints,
+        app.runs.state.artifacts.endpoints,
+        app.runs.reading.postmortem.endpoints,
         app.experiments.endpoints,
         app.datasets.endpoints,
         app.backends.endpoints,
@@ -191,8 +191,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.estimate_turns = EstimateTurns()
     api.state.open_downloads = OpenDownloads(DOWNLOADS_PER_KEY)
-    api.state.curve_reads = asyncio.Semaphore(app.runs.metrics.curves.READS_AT_A_TIME)
-    api.state.log_searches = asyncio.Semaphore(app.runs.logs.endpoints.SEARCHES_AT_A_TIME)
+    api.state.curve_reads = asyncio.Semaphore(app.runs.reading.metrics.curves.READS_AT_A_TIME)
+    api.state.log_searches = asyncio.Semaphore(app.runs.reading.logs.endpoints.SEARCHES_AT_A_TIME)
     api.state.eta = EtaService(settings, WORKER_BACKENDS, api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
     api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)

@@ -6,7 +6,7 @@ from sqlalchemy import Engine
 
 from app.runs.events import log as event_log
 from app.runs.events.log import NewEvent, Progress
-from app.runs.metrics.rollups import Rollups
+from app.runs.reading.metrics.rollups import Rollups
 from app.runs.state import machine
 from tests.rows import add_run, add_worker, claim
 

@@ -12,8 +12,8 @@ from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.events.log import NewEvent, append_events
-from app.runs.metrics.rollups import Rollups
 from app.runs.queue.claim import claim_run
+from app.runs.reading.metrics.rollups import Rollups
 from app.runs.state import machine
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset

@@ -204,4 +204,4 @@ def test_unknown_exceptions_are_found_in_sentences() -> None:
 def test_unknown_exceptions_are_found(name: str) -> None:
     listed = f"Raises:\n    OSError, {name}: Why,\n        and: more.\n    ApiError: Why."
     text = f"Do, and raise ValueError if not.\n\nReturns:\n    Nothing: at all.\n\n{listed}"
-    assert unknown_exceptions(ROOT / "app/runs/service.py", text) == [name]
+    assert unknown_exceptions(ROOT / "app/runs/state/service.py", text) == [name]

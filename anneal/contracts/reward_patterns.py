@@ -1,7 +1,7 @@
 r"""Rules for the patterns and the JSON Schemas of rewards.
 
 A pattern of a few characters can take seconds to compile (`[ -\uffff]` many times after `(?i)`), so the API calls these
-functions in a process of limited processor time, `app.runs.validation.reward_process`.
+functions in a process of limited processor time, `app.runs.creating.validation.reward_process`.
 """
 
 import re

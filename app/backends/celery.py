@@ -24,19 +24,20 @@ from app.estimator.steps import Data
 from app.infra.broker import Broker
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.runs import serializers, service
-from app.runs.creation import RunTransaction, create_run
-from app.runs.estimates import service as estimates
-from app.runs.estimates.store import estimate_and_store
-from app.runs.evaluation import create_evaluation
+from app.runs.creating.creation import RunTransaction, create_run
+from app.runs.creating.estimates import service as estimates
+from app.runs.creating.estimates.store import estimate_and_store
+from app.runs.creating.evaluation import create_evaluation
+from app.runs.creating.export import create_export
+from app.runs.creating.resume import resume_run
+from app.runs.creating.validation.config import config_problems
+from app.runs.creating.validation.result import validation_failed
+from app.runs.creating.validation.rewards import reward_problems
 from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
-from app.runs.export import create_export
-from app.runs.logs import lines
-from app.runs.resume import resume_run
-from app.runs.validation.config import config_problems
-from app.runs.validation.result import validation_failed
-from app.runs.validation.rewards import reward_problems
+from app.runs.reading import serializers
+from app.runs.reading.logs import lines
+from app.runs.state import service
 from app.tables.runs import Run
 from app.workers.queries import online_machines
 

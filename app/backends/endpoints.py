@@ -13,8 +13,8 @@ from app.api.dependencies import CurrentSettings, Session, release_connection
 from app.api.errors import not_found
 from app.config import Settings
 from app.estimator.model_sizes import largest_model
-from app.runs.estimates.devices import online_devices
-from app.runs.validation.backends import shown_backends, unavailable_reason
+from app.runs.creating.estimates.devices import online_devices
+from app.runs.creating.validation.backends import shown_backends, unavailable_reason
 
 router = APIRouter(tags=["backends"])
 

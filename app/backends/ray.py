@@ -5,7 +5,7 @@ from typing import Any
 
 from anneal.contracts.stop import StopMode
 from app.backends.celery import CeleryBackend
-from app.runs.creation import RunTransaction
+from app.runs.creating.creation import RunTransaction
 from app.tables.runs import Run
 
 

@@ -15,8 +15,8 @@ from anneal.contracts.schemas.checkpoints import CheckpointRead
 from anneal.contracts.schemas.datasets import DatasetView
 from anneal.contracts.schemas.experiments import ExperimentSummary
 from anneal.contracts.schemas.runs.reads import RunRead
-from app.runs.metrics.rollups import MOST_STEP, VALUES, step_of
 from app.runs.queue.durations import Timings
+from app.runs.reading.metrics.rollups import MOST_STEP, VALUES, step_of
 
 _SHOWN_AS: Mapping[str, type[BaseModel]] = {
     "experiments": ExperimentSummary,

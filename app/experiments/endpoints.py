@@ -10,7 +10,7 @@ from app.api.authorization import CurrentCaller
 from app.api.dependencies import Session
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.experiments import service
-from app.runs import deletion
+from app.runs.state import deletion
 
 router = APIRouter(prefix="/experiments", tags=["experiments"])
 

@@ -12,8 +12,8 @@ from anneal.contracts.schemas.experiments import BestRun, ExperimentContents, Ex
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch_page, found_by, search_condition
 from app.infra.ids import new_id
-from app.runs import deletion
-from app.runs.queries import best_of
+from app.runs.reading.queries import best_of
+from app.runs.state import deletion
 from app.tables.checkpoints import Checkpoint
 from app.tables.experiments import Experiment
 from app.tables.runs import Run

@@ -9,7 +9,7 @@ from anneal.contracts.schemas.runs.bulk import RunChange, RunChanges
 from anneal.contracts.schemas.runs.requests import MOST_TAGS
 from app.api.errors import ApiError, conflict
 from app.audit import log as audit
-from app.runs import service
+from app.runs.state import service
 
 
 async def change_each(

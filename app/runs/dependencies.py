@@ -13,8 +13,8 @@ from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentStorage, IdempotencyKey, Session
 from app.api.idempotency import Idempotency
 from app.infra.storage import Storage
-from app.runs import serializers
-from app.runs.creation import RunTransaction
+from app.runs.creating.creation import RunTransaction
+from app.runs.reading import serializers
 from app.tables.runs import Run
 
 Backend = TrainingBackend[RunTransaction, Run]

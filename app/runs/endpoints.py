@@ -38,17 +38,19 @@ from app.audit import log as audit
 from app.config import Settings
 from app.estimator.steps import Data
 from app.infra.storage import Storage
-from app.runs import bulk, comparison, deletion, queries, serializers, service, stop_outlook
-from app.runs.checkpoints.service import best_good
-from app.runs.creation import RunTransaction, check_request, find_by_idempotency_key
+from app.runs import bulk
+from app.runs.creating.creation import RunTransaction, check_request, find_by_idempotency_key
+from app.runs.creating.estimates import probe, store
+from app.runs.creating.estimates import service as estimates
+from app.runs.creating.validation.request import validate_request
+from app.runs.creating.validation.rewards import reward_problems
 from app.runs.dependencies import Backend, BackendOfRun, NewRun, backend_or_default
-from app.runs.estimates import probe, store
-from app.runs.estimates import service as estimates
-from app.runs.metrics.dependencies import curve_read_slot
-from app.runs.metrics.outlines import read_outlines
 from app.runs.queue.eta import EtaService
-from app.runs.validation.request import validate_request
-from app.runs.validation.rewards import reward_problems
+from app.runs.reading import comparison, queries, serializers, stop_outlook
+from app.runs.reading.metrics.dependencies import curve_read_slot
+from app.runs.reading.metrics.outlines import read_outlines
+from app.runs.state import deletion, service
+from app.runs.state.checkpoints.service import best_good
 from app.tables.runs import Run
 
 router = APIRouter(prefix="/runs", tags=["runs"])

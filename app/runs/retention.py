@@ -28,9 +28,9 @@ from app.infra.db import async_engine
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import id_at
 from app.infra.storage import Storage
-from app.runs import deletion
-from app.runs.checkpoints import retention
 from app.runs.events import feed
+from app.runs.state import deletion
+from app.runs.state.checkpoints import retention
 from app.tables.audit import AuditEntry
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import FeedEvent, QueuedFeedEvent, month_after

@@ -294,7 +294,7 @@ class AttemptTimings(Base):
 
 
 class MetricRollup(Base):
-    """Aggregate of consecutive points of a run, as described in `app.runs.metrics.rollups`."""
+    """Aggregate of consecutive points of a run, as described in `app.runs.reading.metrics.rollups`."""
 
     __tablename__ = "metric_rollups"
     # The last row of each level is rewritten while it fills: with free space on its page it stays there.

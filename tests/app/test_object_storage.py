@@ -29,8 +29,8 @@ from app.datasets import service
 from app.infra.db import session_maker
 from app.infra.files.object_store import INSTALLATION_MARK, MARK, WrongStore
 from app.infra.storage import Storage
-from app.runs import deletion
-from app.runs.validation.resources import shared_file_problems
+from app.runs.creating.validation.resources import shared_file_problems
+from app.runs.state import deletion
 from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.datasets import Dataset
 from app.tables.installation import Installation

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anneal.contracts.attempt.failure_report import FailureReport
-from app.runs.postmortem.causes import RunHistory, probable_cause
+from app.runs.reading.postmortem.causes import RunHistory, probable_cause
 from tests.stack import Stack
 from tests.waiting import eventually
 from worker.attempts import auto_repair

@@ -13,7 +13,7 @@ from sqlalchemy.orm import aliased
 from anneal.contracts.attempt.messages import RepairProposal
 from anneal.contracts.attempt.repair import Repair
 from anneal.contracts.methods import method_of, options_of
-from app.runs.checkpoints import retention
+from app.runs.state.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Attempt
 from worker.claimed_run import ClaimedRun

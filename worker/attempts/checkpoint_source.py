@@ -12,7 +12,7 @@ from anneal.contracts.attempt.job import EvaluatedCheckpoint
 from anneal.contracts.methods import method_of
 from anneal.contracts.plugins import has_replicas
 from anneal.contracts.run_task import RunTask
-from app.runs.checkpoints import retention
+from app.runs.state.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from worker.attempts.job_error import JobError, storage_unavailable

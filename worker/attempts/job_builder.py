@@ -32,7 +32,7 @@ from app.base_models.model_folder import ModelFolder
 from app.config import wandb_mode
 from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.files.untrusted_folder import create_below
-from app.runs.actions.replay import done_after
+from app.runs.state.actions.replay import done_after
 from app.secrets import store
 from app.secrets.keyring import KeyringError
 from app.tables.datasets import Dataset

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, select
 
 from app.infra.async_tasks import skipping_errors
 from app.infra.files.tree import remove_tree
-from app.runs.checkpoints import retention
+from app.runs.state.checkpoints import retention
 from app.tables.runs import Run
 from app.tables.workers import Worker
 from worker.checkpoint_store.restore import StoreContext

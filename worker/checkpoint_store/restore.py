@@ -17,8 +17,8 @@ from app.config import Settings
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.tree import bytes_below
 from app.infra.storage import Storage
-from app.runs.checkpoints import uploads
 from app.runs.events.log import NewEvent
+from app.runs.state.checkpoints import uploads
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_store.remote_store import (
     CorruptInStore,

@@ -26,7 +26,7 @@ from app.infra.async_tasks import skipping_errors
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.tree import bytes_below, remove_tree
 from app.infra.storage import Storage
-from app.runs.checkpoints import uploads
+from app.runs.state.checkpoints import uploads
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.installation import Installation

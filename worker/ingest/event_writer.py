@@ -13,7 +13,7 @@ from app.infra.db import is_away
 from app.infra.log_setup import with_current_context
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
-from app.runs.metrics.rollups import Rollups
+from app.runs.reading.metrics.rollups import Rollups
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.spool import Limits, RunUpdate, Spool

@@ -33,9 +33,9 @@ from anneal.contracts.training_config.fields import TrainingConfig
 from app.infra.ids import new_id
 from app.infra.storage import checkpoint_name
 from app.infra.terminal_text import plain_text
-from app.runs.checkpoints import retention
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.state import machine
+from app.runs.state.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from worker.checkpoint_files import manifest

@@ -10,9 +10,9 @@ from anneal.contracts.schemas.page import Page
 from anneal.contracts.schemas.runs.common import RUN_ID
 from anneal.contracts.schemas.runs.reads import AttemptRead
 from app.api.dependencies import Reading
-from app.runs import service
 from app.runs.events import log, responses
 from app.runs.events.frames import Frame
+from app.runs.state import service
 from app.tables.events import FREQUENT_TYPES
 from app.tables.runs import Attempt
 from app.tables.workers import Worker

@@ -8,7 +8,7 @@ from sqlalchemy import update
 
 from app.config import Settings
 from app.infra.db import async_engine, session_maker, sync_engine
-from app.runs.creation import DEFAULT_ID, default_experiment
+from app.runs.creating.creation import DEFAULT_ID, default_experiment
 from app.tables.runs import Run
 from tests.factories import Trainer
 from tests.rows import add_run

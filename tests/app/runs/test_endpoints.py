@@ -14,7 +14,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.ids import is_id, new_id
 from app.infra.storage import Storage
-from app.runs.creation import DEFAULT_ID
+from app.runs.creating.creation import DEFAULT_ID
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, make_run
 from tests.rows import add_worker, claim, events_of, run_row
 from tests.server import ApiServer, ThreadServer

@@ -3,9 +3,9 @@
 from tests.mutants.mutant import Change, Mutant
 
 _MANIFEST = "worker/checkpoint_files/manifest.py"
-_RETENTION = "app/runs/checkpoints/retention.py"
+_RETENTION = "app/runs/state/checkpoints/retention.py"
 _DURABLE = "tests/worker/training/checkpointing/test_durability.py"
-_KEPT = "tests/app/runs/checkpoints/test_retention.py"
+_KEPT = "tests/app/runs/state/checkpoints/test_retention.py"
 
 _SYNC_FILES = """    for path in _list_files(staging):
         # safetensors writes 0600, which neither the API's user nor an operator's group could read.
@@ -28,8 +28,8 @@ MUTANTS = (
         name="action-done-twice",
         promises=(10,),
         about="An attempt repeats actions of its checkpoint's step, which the checkpoint already contains.",
-        changes=(Change("app/runs/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
-        test="tests/app/runs/actions/test_service.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
+        changes=(Change("app/runs/state/actions/replay.py", "RunAction.step > step", "RunAction.step >= step"),),
+        test="tests/app/runs/state/actions/test_service.py::test_an_attempt_does_again_what_lies_behind_its_checkpoint",
     ),
     Mutant(
         name="extra-set-draws-numbers",
@@ -104,7 +104,7 @@ MUTANTS = (
         name="pruning-forgets-who-resumed",
         promises=(12,),
         about="Retention deletes a checkpoint that a later run resumed from.",
-        changes=(Change("app/runs/checkpoints/retention.py", "~used,", ""),),
+        changes=(Change("app/runs/state/checkpoints/retention.py", "~used,", ""),),
         test="tests/app/runs/test_retention.py::TestCheckpoints::"
         "test_the_furthest_the_best_the_pinned_and_those_resumed_from_stay",
     ),
@@ -114,12 +114,12 @@ MUTANTS = (
         about="A run can be deleted although another run uses its output as base model.",
         changes=(
             Change(
-                "app/runs/deletion.py",
+                "app/runs/state/deletion.py",
                 "other.parent_run_id.in_(runs) | other.base_run_id.in_(runs) | other.id.in_(judged),",
                 "other.parent_run_id.in_(runs) | other.id.in_(judged),",
             ),
         ),
-        test="tests/app/runs/test_deletion.py::TestDeleteRun::test_run_that_others_build_on_is_not_deleted_before_them",
+        test="tests/app/runs/state/test_deletion.py::TestDeleteRun::test_run_that_others_build_on_is_not_deleted_before_them",
     ),
     Mutant(
         name="delete-forgets-pinned-checkpoints",
@@ -127,12 +127,12 @@ MUTANTS = (
         about="A run can be deleted although one of its checkpoints is pinned.",
         changes=(
             Change(
-                "app/runs/deletion.py",
+                "app/runs/state/deletion.py",
                 "if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run_id))):",
                 "if pinned := None:",
             ),
         ),
-        test="tests/app/runs/test_deletion.py::TestDeleteRun::"
+        test="tests/app/runs/state/test_deletion.py::TestDeleteRun::"
         "test_run_with_pinned_checkpoint_is_not_deleted_until_unpinned",
     ),
     Mutant(

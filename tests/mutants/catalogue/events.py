@@ -67,9 +67,13 @@ MUTANTS = (
         promises=(5, 7),
         about="A metric that is resent after a lost commit response counts twice in the curves.",
         changes=(
-            Change("app/runs/metrics/rollups.py", "            if number > self._taken:\n", "            if True:\n"),
+            Change(
+                "app/runs/reading/metrics/rollups.py",
+                "            if number > self._taken:\n",
+                "            if True:\n",
+            ),
         ),
-        test="tests/app/runs/metrics/test_curves.py::TestWriting::"
+        test="tests/app/runs/reading/metrics/test_curves.py::TestWriting::"
         "test_what_is_sent_again_counts_once_however_the_commit_before_it_went",
     ),
     Mutant(

@@ -53,11 +53,11 @@ MUTANTS = (
         about="An evaluation does not keep the run whose output it evaluates.",
         changes=(
             Change(
-                "app/runs/evaluation.py",
+                "app/runs/creating/evaluation.py",
                 "base_run_id=run.id if run is not None and is_output",
                 "base_run_id=None if run is not None and is_output",
             ),
         ),
-        test="tests/app/runs/test_evaluation.py::TestResult::test_evaluation_result_is_on_its_run_and_is_not_ranked",
+        test="tests/app/runs/creating/test_evaluation.py::TestResult::test_evaluation_result_is_on_its_run_and_is_not_ranked",
     ),
 )

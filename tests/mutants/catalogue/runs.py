@@ -309,7 +309,7 @@ MUTANTS = (
                 "stop_requested_at=func.coalesce(runs.c.stop_requested_at, func.now()),",
             ),
         ),
-        test="tests/app/runs/test_stop_outlook.py::TestAtTheEndOfTheEpoch::"
+        test="tests/app/runs/reading/test_stop_outlook.py::TestAtTheEndOfTheEpoch::"
         "test_epoch_end_stop_leaves_a_requeued_run_pending_and_a_plain_stop_cancels_it",
     ),
     Mutant(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, update
 
-from app.runs.checkpoints import retention, uploads
 from app.runs.events.log import NewEvent
+from app.runs.state.checkpoints import retention, uploads
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from tests.factories import Trainer

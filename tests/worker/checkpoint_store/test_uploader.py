@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from app.infra.db import async_engine
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
-from app.runs import deletion
-from app.runs.checkpoints import retention
-from app.runs.checkpoints import uploads as statements
 from app.runs.events.log import NewEvent
+from app.runs.state import deletion
+from app.runs.state.checkpoints import retention
+from app.runs.state.checkpoints import uploads as statements
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import flip
 from tests.worker.checkpoint_store.store_lab import StoreLab, lab, share, stored_files  # noqa: F401
