@@ -157,7 +157,7 @@ def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) ->
         del inputs["labels"], inputs["rows"]
     with (
         over,
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda one: getattr(one, "tensor", one)),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda value: getattr(value, "tensor", value)),
         torch.autocast("cpu", torch.bfloat16, enabled=cell.mixed),
     ):
         output = model(**inputs, fused_lm_head=True)

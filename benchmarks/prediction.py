@@ -149,7 +149,7 @@ def _show(tried: list[Tried]) -> bool:
     print("| run | steps | took, s | asked at step | to the end: predicted, s | was, s | off by | confidence |")
     print("|---|---|---|---|---|---|---|---|")
     measured = [one for one in tried if one.seen_at is not None]
-    for attempt in sorted(measured, key=lambda one: one.error):
+    for attempt in sorted(measured, key=lambda prediction: prediction.error):
         print(
             f"| {attempt.kind} | {attempt.steps} | {attempt.seconds:.1f} | {attempt.at_step} | "
             f"{attempt.predicted:.1f} | {attempt.took:.1f} | {attempt.error:.1%} | {attempt.confidence} |"

@@ -29,6 +29,9 @@ QUESTIONS = re.compile(r"(What|Whether|How|Who|Whose|Which|Where|When|Why)\b")
 MOST_QUESTIONS = 0.01
 """Fraction of docstrings that may open like a question."""
 
+VAGUE = {"found", "one", "asked", "given", "made", "kept", "wanted", "around", "wide"}
+"""Names that do not say what they hold; `one` is for comprehensions."""
+
 _CODE = re.compile(r"^```.*?^```$|(`+)[^\n]*?\1|\]\([^)]*\)", re.MULTILINE | re.DOTALL)
 _BETWEEN = re.compile(r"""["'\s]+[a-z]{0,2}["']|\s+""")
 """Separators of two words in a text that is written as several strings."""
@@ -37,9 +40,11 @@ _BETWEEN = re.compile(r"""["'\s]+[a-z]{0,2}["']|\s+""")
 def docstrings(tree: ast.AST) -> Iterator[str]:
     """Yield each docstring, those of attributes included."""
     for node in ast.walk(tree):
-        for one in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
-            if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
-                yield one.value.value
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value
 
 
 def prose(path: Path) -> Iterator[str]:
@@ -67,6 +72,40 @@ def test_sources_have_no_retired_words() -> None:
         for one in findings(text)
     ]
     assert not retired, "\n".join(retired)
+
+
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of variables, parameters and functions with a vague name, those of comprehensions aside."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.comprehension):
+            for name in ast.walk(node.target):
+                name.id = ""  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg in VAGUE:
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in VAGUE:
+            yield node.lineno, node.name
+
+
+def test_names_say_what_they_hold() -> None:
+    folders = (*FOLDERS, "tests", "benchmarks")
+    paths = sorted({path for folder in folders for path in (ROOT / folder).rglob("*.py")})
+    vague = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in paths
+        for line, name in vague_names(ast.parse(path.read_text()))
+    ]
+    assert not vague, "\n".join(vague)
+
+
+def test_vague_names_are_reported_where_they_are_bound() -> None:
+    source = (
+        "def made(one, *, given=1):\n    wide: int = 1\n    for found in [one for one in x]:\n        a = kept = 2\n"
+    )
+    names = {name for _, name in vague_names(ast.parse(source))}
+    assert names == {"made", "one", "given", "wide", "found", "kept"}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -40,7 +40,7 @@ def list_models(settings: Settings, storage: Storage) -> list[ModelRead]:
             break
         with suppress(OSError):
             models.append(_describe_model(name, ModelFolder(storage, path)))
-    return sorted(models, key=lambda one: one.id)
+    return sorted(models, key=lambda model: model.id)
 
 
 def _is_usable(name: str) -> bool:

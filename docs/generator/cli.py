@@ -36,20 +36,20 @@ def _unwrapped(text: str) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.replace("\b", "").split("\n\n"))
 
 
-def _parameter(one: Any) -> tuple[str, str, str, str]:
-    is_argument = one.param_type_name == "argument"
-    options = ", ".join(f"`{option}`" for option in (*one.opts, *one.secondary_opts))
-    name = f"`{one.metavar or one.name.upper()}`" if is_argument else options
-    shown = one.default not in (None, False) and not callable(one.default)
-    default = "required" if one.required else f"`{one.default}`" if shown else ""
-    return name, _type(one), default, markdown.escape(one.help or "")
+def _parameter(parameter: Any) -> tuple[str, str, str, str]:
+    is_argument = parameter.param_type_name == "argument"
+    options = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
+    name = f"`{parameter.metavar or parameter.name.upper()}`" if is_argument else options
+    shown = parameter.default not in (None, False) and not callable(parameter.default)
+    default = "required" if parameter.required else f"`{parameter.default}`" if shown else ""
+    return name, _type(parameter), default, markdown.escape(parameter.help or "")
 
 
-def _type(one: Any) -> str:
-    annotation = one.type_descriptor.annotation
-    if getattr(one, "is_flag", False):
+def _type(parameter: Any) -> str:
+    annotation = parameter.type_descriptor.annotation
+    if getattr(parameter, "is_flag", False):
         return "flag"
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(annotation))
     name = "text" if annotation in (str, list[str]) else getattr(annotation, "__name__", str(annotation)).lower()
-    return f"{name}, repeatable" if one.multiple else name
+    return f"{name}, repeatable" if parameter.multiple else name

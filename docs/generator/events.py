@@ -34,10 +34,10 @@ def models() -> dict[str, type[events.Event]]:
 
 
 def _subclasses(model: type[events.Event]) -> Iterator[type[events.Event]]:
-    for one in model.__subclasses__():
-        if one.__module__ == events.__name__:
-            yield one
-        yield from _subclasses(one)
+    for subclass in model.__subclasses__():
+        if subclass.__module__ == events.__name__:
+            yield subclass
+        yield from _subclasses(subclass)
 
 
 def _type(model: type[events.Event]) -> str:

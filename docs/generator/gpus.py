@@ -88,8 +88,8 @@ def _memory_classes() -> dict[int, int]:
 
 def _cells(model: Architecture, method: str, classes: dict[int, int]) -> list[str]:
     machine = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=True, flash_attention_3=True)
-    wanted = {"base_model": "any", "method": method, "max_seq_length": _TOKENS}
-    config = resolve_config(TrainingConfig.model_validate(wanted), sorted(wanted), machine).config
+    config = {"base_model": "any", "method": method, "max_seq_length": _TOKENS}
+    config = resolve_config(TrainingConfig.model_validate(config), sorted(config), machine).config
     precision = Precision.for_device(config, "cuda")
     needs = {rows: memory_of_choices(model, config, precision, Batch(rows, _TOKENS)) for rows in _ROWS}
 

@@ -61,8 +61,8 @@ def _operation(operation: dict[str, Any]) -> Iterator[str]:
 
 
 def _parameters(operation: dict[str, Any], defs: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    for one in operation.get("parameters", ()):
-        meaning = one.get("description") or one["schema"].get("description", "")
-        required = ", required" if one.get("required") and one["in"] != "path" else ""
-        kind = markdown.type_text(one["schema"], defs).removesuffix(" or null")
-        yield f"`{one['name']}`", one["in"] + required, kind, markdown.escape(meaning)
+    for parameter in operation.get("parameters", ()):
+        meaning = parameter.get("description") or parameter["schema"].get("description", "")
+        required = ", required" if parameter.get("required") and parameter["in"] != "path" else ""
+        kind = markdown.type_text(parameter["schema"], defs).removesuffix(" or null")
+        yield f"`{parameter['name']}`", parameter["in"] + required, kind, markdown.escape(meaning)

@@ -54,7 +54,7 @@ _SNAPSHOT = Snapshot(
 def page() -> str:
     """Return the page."""
     rows = []
-    for family, labels, scope in sorted(_families(), key=lambda one: (one[2] == "process", one[0].name)):
+    for family, labels, scope in sorted(_families(), key=lambda family: (family[2] == "process", family[0].name)):
         name = f"`{family.name}{'_total' if family.type == 'counter' else ''}`"
         kind = "Histogram. " if family.type == "histogram" else ""
         words = ", ".join(f"`{label}`" for label in labels)

@@ -79,12 +79,12 @@ def _attribute_docstrings() -> dict[str, str]:
     modules = (anneal.settings, app.config)
     for node in (node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))):
         if isinstance(node, ast.ClassDef):
-            for one, after in zip(node.body, node.body[1:], strict=False):
+            for statement, following in zip(node.body, node.body[1:], strict=False):
                 if (
-                    isinstance(one, ast.AnnAssign)
-                    and isinstance(one.target, ast.Name)
-                    and isinstance(after, ast.Expr)
-                    and isinstance(after.value, ast.Constant)
+                    isinstance(statement, ast.AnnAssign)
+                    and isinstance(statement.target, ast.Name)
+                    and isinstance(following, ast.Expr)
+                    and isinstance(following.value, ast.Constant)
                 ):
-                    descriptions[one.target.id] = str(after.value.value)
+                    descriptions[statement.target.id] = str(following.value.value)
     return descriptions

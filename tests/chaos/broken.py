@@ -294,7 +294,7 @@ BROKEN: list[tuple[int, str, Spoil]] = [
     (11, "a checkpoint that broke by itself", lambda h: replace(h, broken={**h.broken, "ckpt_plain_1_8": ("torn",)})),
     (11, "a checkpoint that was bad by itself", checkpoint("plain", 0, bad_reason="torn")),
     (11, "a row before its checkpoint was whole",
-     line_removed("plain", lambda one: (one["event"], one.get("step")) == ("save", 4))),
+     line_removed("plain", lambda line: (line["event"], line.get("step")) == ("save", 4))),
     (12, "the newest checkpoint is deleted", checkpoint("plain", -1, deleted_at=moment(LATE), metrics={})),
     (12, "the best checkpoint is deleted", checkpoint("tidy", 0, metrics={"eval_loss": 0.1})),
     (12, "a pinned checkpoint is deleted", checkpoint("tidy", 0, pinned=True)),

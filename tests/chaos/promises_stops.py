@@ -64,7 +64,7 @@ def due_at(history: History, course: Course, stop: StopCall) -> float:
     recovery = 2 * history.lease_seconds + STOP_SLACK
     due = stop.answered + GRACE_LEASES * history.lease_seconds + recovery
     workers = workers_of(history, course, course.row["attempt"])
-    for fault in sorted(history.faults, key=lambda one: one.began):
+    for fault in sorted(history.faults, key=lambda fault: fault.began):
         if reaches(fault, workers) and fault.began <= due and fault.ended >= stop.answered:
             due = max(due, fault.ended + recovery)
     return due

@@ -90,12 +90,12 @@ def lower_case(load: Any) -> PreTrainedTokenizerBase:
 def late_labels(collate: Any, tokenizer: Any, first: int) -> Any:
     """Batches of the method in which the first tokens are not learned."""
 
-    def made(examples: Any) -> Any:
+    def collate(examples: Any) -> Any:
         batch = collate(examples)
         batch["labels"][:, :first] = -100
         return batch
 
-    return made
+    return collate
 
 
 def no_labels(collate: Any, tokenizer: Any) -> Any:

@@ -125,5 +125,5 @@ def test_a_stop_with_the_best_checkpoint_saves_nothing_more(stack: Stack) -> Non
     shown = stack.until(run_id, "cancelled", timeout=60)
     saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
     assert {one["kind"] for one in saved} == {"best"}
-    best = min(saved, key=lambda one: one["metrics"]["eval_loss"])
+    best = min(saved, key=lambda checkpoint: checkpoint["metrics"]["eval_loss"])
     assert shown["checkpoint_path"].endswith(best["name"])

@@ -227,13 +227,13 @@ def step_seconds(windows: Sequence[tuple[int, float]]) -> float | None:
     return float(sum(weight * min(rate, most) for weight, rate in weighed) / sum(weight for weight, _ in weighed))
 
 
-def typical_durations(past: Iterable[PastAttempt], wanted: Workload, device: str | None = None) -> TypicalDurations:
+def typical_durations(past: Iterable[PastAttempt], workload: Workload, device: str | None = None) -> TypicalDurations:
     """Return typical durations for a run on a device: of twins on it, else twins, else others on it, else others."""
 
-    def similarity_key(one: PastAttempt) -> tuple[bool, bool]:
-        return one.timings.twin == wanted.twin, one.device == device
+    def similarity_key(attempt: PastAttempt) -> tuple[bool, bool]:
+        return attempt.timings.twin == workload.twin, attempt.device == device
 
-    usable = [one for one in past if one.timings.mean is not None]
+    usable = [attempt for attempt in past if attempt.timings.mean is not None]
     if not usable:
         return TypicalDurations()
     same_config, is_here = max(map(similarity_key, usable))
@@ -242,7 +242,7 @@ def typical_durations(past: Iterable[PastAttempt], wanted: Workload, device: str
     return TypicalDurations(
         runs=len(chosen),
         same_config=same_config,
-        step_seconds=_median((one.mean or 0.0) * wanted.work / (one.work or 1.0) for one in chosen),
+        step_seconds=_median((one.mean or 0.0) * workload.work / (one.work or 1.0) for one in chosen),
         loading=_median(one.loading for one in chosen),
         evaluation=_median(one.evaluation for one in chosen),
         save=_median(one.save for one in chosen),
@@ -256,10 +256,10 @@ def _median(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -> Estimate | None:
+def estimate(workload: Workload, so_far: Timings | None, like: TypicalDurations) -> Estimate | None:
     """Estimate the seconds from `so_far.step` to the end, or without `so_far` from the claim; None: no basis yet."""
-    now = so_far or Timings(start_step=wanted.next_step, step=wanted.next_step)
-    total = wanted.total_steps or like.total_steps
+    now = so_far or Timings(start_step=workload.next_step, step=workload.next_step)
+    total = workload.total_steps or like.total_steps
     done = (now.step - now.start_step) / max((total or 0) - now.start_step, 1)
     is_own = now.step_seconds is not None and (done >= OWN_PART or not like.same_config)
     each = now.step_seconds if is_own else like.step_seconds
@@ -267,9 +267,9 @@ def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -
         return None
     left = steps = max(total - now.step, 0)
     training = steps * each
-    if wanted.time_limit is not None:
-        spent = now.training + max(now.start_step - wanted.first_step, 0) * each
-        allowed = max(wanted.time_limit - spent, 0.0)
+    if workload.time_limit is not None:
+        spent = now.training + max(now.start_step - workload.first_step, 0) * each
+        allowed = max(workload.time_limit - spent, 0.0)
         if allowed < training:
             training, steps = allowed, int(allowed / each)
     evaluation, save = _first(now.evaluation, like.evaluation), _first(now.save, like.save)
@@ -277,14 +277,14 @@ def estimate(wanted: Workload, so_far: Timings | None, like: TypicalDurations) -
     seconds = (
         (_first(like.loading) if so_far is None else 0.0)
         + training
-        + _times(wanted.evaluate_every, now.step, last) * evaluation
-        + _times(wanted.save_every, now.step, last) * save
+        + _times(workload.evaluate_every, now.step, last) * evaluation
+        + _times(workload.save_every, now.step, last) * save
         + _first(like.finishing, save)
     )
     level = 1 + bool(like.runs) if done >= OWN_PART else int(like.same_config)
     by = f"its own speed, {each:.3g} s per step" if is_own else f"{like}"
     basis = f"{left:,} of {total:,} steps left, based on {by}"
-    if wanted.may_end_early:
+    if workload.may_end_early:
         level, basis = max(level - 1, 0), f"{basis}; early stopping may end it sooner"
     return Estimate(seconds, _LEVELS[level], basis)
 

@@ -96,7 +96,7 @@ class _Predictions:
     def all(self) -> dict[str, Prediction]:
         """Return the predictions by run."""
         forecast = self._forecast
-        found = {
+        predictions = {
             run.id: self._prediction(run.started_at, forecast.ends[run.id], estimate.confidence, estimate.basis)
             for run in forecast.live
             if (estimate := forecast.estimates.get(run.id))
@@ -110,15 +110,15 @@ class _Predictions:
             has_room = all(run.needs.devices <= forecast.rooms.get(quota, math.inf) for quota in run.quotas)
             has_room = has_room and quota_holder(run, queue, plan) is None
             if not has_room and math.isinf(start.start):
-                found[run.run_id] = self._prediction(None, None, "low", _QUOTA)
+                predictions[run.run_id] = self._prediction(None, None, "low", _QUOTA)
                 continue
             reason = pending_reason(run.needs, forecast.fleet)
             if reason is not None:
-                found[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
+                predictions[run.run_id] = self._prediction(None, None, "low", reason.message.rstrip("."))
                 continue
             estimate = forecast.estimate(row, start.worker.device) if start.worker and start.start < math.inf else None
-            found[run.run_id] = self._pending(start, estimate, has_room)
-        return found
+            predictions[run.run_id] = self._pending(start, estimate, has_room)
+        return predictions
 
     def _pending(self, start: PredictedStart, estimate: Estimate | None, has_room: bool) -> Prediction:
         runs = f"{start.runs_before} {'run is' if start.runs_before == 1 else 'runs are'} before it"

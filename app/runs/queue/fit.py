@@ -331,10 +331,10 @@ def _too_small(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
     """Return why too few of these workers have enough devices, or devices of enough memory."""
     each = needs.devices_each
     devices = "device" if each == 1 else "devices"
-    asked = [] if needs.gpu is None else [f"the GPU `{needs.gpu}` (`resources.gpu`)"]
+    conditions = [] if needs.gpu is None else [f"the GPU `{needs.gpu}` (`resources.gpu`)"]
     if needs.labels:
-        asked.append(f"the labels {', '.join(f'`{one}`' for one in sorted(needs.labels))} (`resources.labels`)")
-    such = f" with {' and '.join(asked)}" if asked else ""
+        conditions.append(f"the labels {', '.join(f'`{one}`' for one in sorted(needs.labels))} (`resources.labels`)")
+    such = f" with {' and '.join(conditions)}" if conditions else ""
     enough = [worker for worker in workers if len(worker.devices) >= each]
     if len(enough) < needs.hosts:
         if needs.hosts == 1:
@@ -353,7 +353,7 @@ def _too_small(needs: Needs, workers: Sequence[WorkerOffer]) -> str:
     lasts.sort(key=lambda last: needs.memory_on(last[0].kind) - last[1].memory_mb)
     worker, device = lasts[needs.hosts - 1]
     need = needs.memory_on(worker.kind)
-    which = "the largest device" if not asked else "the largest such device"
+    which = "the largest device" if not conditions else "the largest such device"
     if needs.devices > 1:
         which = f"of the {needs.devices} largest that could train it together, the smallest"
     smallest = f"{which}, {device.name or worker.device} of {worker.host or worker.worker_id}, "

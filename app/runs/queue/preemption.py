@@ -59,30 +59,30 @@ def choose_room(
 
 def _held_devices(needs: Needs, worker: WorkerOffer) -> tuple[dict[str, int], float]:
     """Return the number of fitting devices of each run on a worker, and how many the new run lacks."""
-    fitting = [one for one in worker.devices if needs.fits(worker.kind, one) and not one.paused]
+    fitting = [device for device in worker.devices if needs.fits(worker.kind, device) and not device.paused]
     if len(fitting) < needs.devices_each:
         return {}, math.inf
     held: dict[str, int] = {}
-    for one in fitting:
-        if one.run_id is not None:
-            held[one.run_id] = held.get(one.run_id, 0) + 1
-    return held, needs.devices_each - sum(one.run_id is None for one in fitting)
+    for device in fitting:
+        if device.run_id is not None:
+            held[device.run_id] = held.get(device.run_id, 0) + 1
+    return held, needs.devices_each - sum(device.run_id is None for device in fitting)
 
 
 def _fewest(victims: Sequence[RunningRun], held: Mapping[str, int], missing: float) -> list[RunningRun]:
     """Return victims with enough devices, lowest priority and shortest training first; none if all are not enough."""
     chosen: list[RunningRun] = []
-    for one in sorted(victims, key=lambda one: (one.priority, one.seconds)):
+    for run in sorted(victims, key=lambda run: (run.priority, run.seconds)):
         if sum(held[other.run_id] for other in chosen) >= missing:
             break
-        chosen.append(one)
-    freed = sum(held[one.run_id] for one in chosen)
+        chosen.append(run)
+    freed = sum(held[run.run_id] for run in chosen)
     if freed < missing:
         return []
-    for one in list(chosen):  # those that a later, wider one has made superfluous
-        if freed - held[one.run_id] >= missing:
-            chosen.remove(one)
-            freed -= held[one.run_id]
+    for run in list(chosen):  # those that a later, wider one has made superfluous
+        if freed - held[run.run_id] >= missing:
+            chosen.remove(run)
+            freed -= held[run.run_id]
     return chosen
 
 

@@ -114,8 +114,10 @@ class Forecast:
         self._held = held
         self._grace = grace
         self._past: dict[str, list[PastAttempt]] = defaultdict(list)
-        for one in past:
-            self._past[one.similarity_key].append(PastAttempt(one.run_id, one.device, Timings.stored(one.timings)))
+        for attempt in past:
+            self._past[attempt.similarity_key].append(
+                PastAttempt(attempt.run_id, attempt.device, Timings.stored(attempt.timings))
+            )
         self.estimates: dict[str, Estimate] = {}
         """Remaining durations of the runs that train, as far as they are known."""
         self.ends: dict[str | None, float] = {None: 0.0}
@@ -138,10 +140,10 @@ class Forecast:
             return None  # it has no steps, which all predictions are made of
         if run.stop_mode == "epoch_end" and not run.current_epoch:
             return None  # until a metric gives the length of an epoch
-        wanted = Workload.of(run)
+        workload = Workload.of(run)
         # Its own steps are not history.
         past = [one for one in self._past[durations.similarity_key(run.backend, run.config)] if one.run_id != run.id]
-        return durations.estimate(wanted, so_far, durations.typical_durations(past, wanted, device))
+        return durations.estimate(workload, so_far, durations.typical_durations(past, workload, device))
 
     def seconds(self, run: WaitingRun, worker: WorkerOffer) -> float:
         """Return the duration of a pending run on a worker; infinite if unknown."""

@@ -67,17 +67,17 @@ _MOST_DOUBLINGS = 6
 def create(values: dict[str, Any], reason: str = "created") -> Executable:
     """Insert a pending run and its first event; no row if its id or idempotency key already exists."""
     new = insert(runs).values(**values, status="pending", event_seq=1)
-    made = new.on_conflict_do_nothing().returning(*runs.c).cte("made")
+    inserted = new.on_conflict_do_nothing().returning(*runs.c).cte("inserted")
     first = select(
-        made.c.id,
+        inserted.c.id,
         literal(1),
         literal("status"),
         literal(0),
         func.clock_timestamp(),
-        as_json(**{"from": null(), "to": made.c.status, "reason": literal(reason), "attempt": literal(0)}),
+        as_json(**{"from": null(), "to": inserted.c.status, "reason": literal(reason), "attempt": literal(0)}),
     )
     logged = insert(events).from_select(EVENT_COLUMNS, first).returning(events.c.seq).cte("logged")
-    return select(made).add_cte(logged)
+    return select(inserted).add_cte(logged)
 
 
 def claim(worker_id: str, lease_seconds: float) -> Executable:
@@ -314,11 +314,11 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     A request to make room for a run that waits no more, or that is no longer above this one, is withdrawn.
     Of a run on several hosts, the row also has the parts of other workers that have ended or are about to.
     """
-    asked = func.json_build_object(
+    action = func.json_build_object(
         text("'id'"), actions.c.id, text("'action'"), actions.c.action, text("'parameters'"), actions.c.parameters
     )
     waiting = (
-        select(func.json_agg(aggregate_order_by(asked, actions.c.id)))
+        select(func.json_agg(aggregate_order_by(action, actions.c.id)))
         .where(actions.c.run_id == runs.c.id, actions.c.status == "waiting")
         .scalar_subquery()
         .label("actions")

@@ -13,7 +13,7 @@ from anneal.client import client
 from anneal.contracts.events import ActionEvent
 from app.infra.db import sync_engine
 from app.tables.actions import RunAction
-from tests.app.conftest import Anneal
+from tests.conftest import Anneal
 from tests.factories import Trainer
 from tests.server import ApiServer
 from tests.waiting import eventually

@@ -76,7 +76,7 @@ class Things:
         first = iter([self.ended, self.waiting])
         ids = {"exp": lambda: self.experiment, "ds": lambda: self.dataset, "ckpt": lambda: self.checkpoint,
                "run": lambda: next(first)}  # fmt: skip
-        return json.loads(_ID.sub(lambda found: ids[found[1]](), json.dumps(value)))
+        return json.loads(_ID.sub(lambda match: ids[match[1]](), json.dumps(value)))
 
 
 def _example(document: dict[str, Any], content: dict[str, Any]) -> Any:

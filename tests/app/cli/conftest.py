@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import Engine
 
 from app.infra.db import sync_engine
-from tests.app.conftest import Anneal
+from tests.conftest import Anneal
 from tests.factories import Trainer
 from tests.server import ApiServer
 

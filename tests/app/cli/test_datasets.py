@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from app.cli.main import cli
 from tests.anneal.client.test_client import Failing
 from tests.app import hub_server
-from tests.app.conftest import ROWS, Anneal, json_of
 from tests.app.hub_server import Hub
+from tests.conftest import ROWS, Anneal, json_of
 from tests.factories import make_model
 from tests.http_server import serving
 from tests.server import ApiServer

@@ -13,7 +13,7 @@ from app.cli.error_text import in_commands
 from app.cli.main import cli
 from app.infra.ids import new_id
 from tests.anneal.client.test_client import EMPTY, Failing
-from tests.app.conftest import Anneal
+from tests.conftest import Anneal
 from tests.http_server import serving
 from tests.nodes import ROOT
 

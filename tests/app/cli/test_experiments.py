@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.app.conftest import ROWS, Anneal, json_of
+from tests.conftest import ROWS, Anneal, json_of
 from tests.factories import Trainer, make_experiment, mark_run
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.app.conftest import ROWS, Anneal, json_of
+from tests.conftest import ROWS, Anneal, json_of
 from tests.server import ApiServer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from app.cli.main import cli
-from tests.app.conftest import Anneal, json_of
+from tests.conftest import Anneal, json_of
 from tests.factories import Trainer
 from tests.server import ApiServer
 

@@ -18,7 +18,7 @@ from sqlalchemy import Engine, update
 
 from app.cli.console import print_listing
 from app.tables.runs import Run
-from tests.app.conftest import Anneal, json_of
+from tests.conftest import Anneal, json_of
 from tests.factories import Trainer
 from tests.rows import add_run, add_worker, claim
 from tests.server import ApiServer

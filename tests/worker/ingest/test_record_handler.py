@@ -570,9 +570,9 @@ class TestAnActionThatIsDoneOnceMore:
         lab.says("action", id="act_1", action="sample", step=1, status=again, result=result, message="so it was")
         lab.writer.drain()
         with lab.engine.connect() as connection:
-            kept = connection.execute(select(RunAction.status, RunAction.result)).one()
-        assert kept.status == "done"
-        assert kept.result == {"samples": ["again" if again == "done" else "first"]}
+            action = connection.execute(select(RunAction.status, RunAction.result)).one()
+        assert action.status == "done"
+        assert action.result == {"samples": ["again" if again == "done" else "first"]}
         reported = [data["status"] for kind, data in lab.events() if kind == "action"]
         assert reported == ["done", again]
 

@@ -262,8 +262,8 @@ class TestDaemons:
     ) -> None:
         said = Said(process := launch(launcher, tmp_path, "daemons", how=how, disowns=disowns))
         other = Said(launch(launcher, tmp_path / "other", "daemons", how="waits"))
-        for one in (said, other):
-            one.until(lambda one: one.has("daemons"))
+        for output in (said, other):
+            output.until(lambda output: output.has("daemons"))
         if how == "is killed":
             process.kill()
         said.to_the_end()

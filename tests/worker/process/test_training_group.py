@@ -58,13 +58,13 @@ def test_the_end_that_caused_the_others_counts(ends: tuple[Exit | None, ...], ex
 def test_a_lost_connection_waits_for_its_cause_and_is_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    found, processes = group(_LOST, None)
-    assert found.poll() is None
+    training_group_of_two, processes = group(_LOST, None)
+    assert training_group_of_two.poll() is None
     now[0] += training_group._CAUSE_SECONDS - 1
     processes[1].end = _LOST
-    assert found.poll() is None
+    assert training_group_of_two.poll() is None
     now[0] += 2
-    assert found.poll() == Exit(peer_lost=True)
+    assert training_group_of_two.poll() == Exit(peer_lost=True)
 
 
 @pytest.fixture(scope="module", params=["zygote", "cold"])

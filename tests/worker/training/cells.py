@@ -121,21 +121,21 @@ class Lab:
         if again.code != 0 or again.result["outcome"] != "completed":
             return [f"did not complete: {again.result['error'] or again.stderr[-500:]}"]
         expected = {n: reported for n, reported in original.steps.items() if n > step}
-        found = []
+        differences = []
         if [reported[0] for reported in again.steps.values()] != [reported[0] for reported in expected.values()]:
-            found.append("losses")
+            differences.append("losses")
         if [reported[1] for reported in again.steps.values()] != [reported[1] for reported in expected.values()]:
-            found.append("sample ids")
+            differences.append("sample ids")
         if weights(again) != weights(original):
-            found.append("weights")
+            differences.append("weights")
         if figures(again) != figures(original):
-            found.append("metrics")
+            differences.append("metrics")
         facts = again.of("config")[0]["facts"]
         if facts["fidelity"] != "exact":
-            found.append(f"calls itself {facts['fidelity']}: {'; '.join(facts['fidelity_reasons'])}")
+            differences.append(f"calls itself {facts['fidelity']}: {'; '.join(facts['fidelity_reasons'])}")
         elif (difference := facts.get("fidelity_difference")) != (0.0 if step == STEPS else None):
-            found.append(f"a pinned text differs by {difference}")
-        return found
+            differences.append(f"a pinned text differs by {difference}")
+        return differences
 
     def _run(self, cell: Cell, folder: Path, attempt: int, resume_from: dict[str, Any] | None) -> Outcome:
         has_dropout, is_packed = cell.difficulty == "dropout", cell.difficulty == "packing"

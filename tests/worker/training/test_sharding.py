@@ -70,8 +70,8 @@ def test_a_divided_model_trains_and_generates_as_replicas_do(train: Train, metho
     assert samples[1] == samples[0]
     assert [step for step, _ in samples[0]] == ([] if method == "reward" else [3, 3, 4, 4])
     evaluations = [[record["metrics"] for record in run.of("eval")] for run in (replicas, sharded)]
-    for expected, found in zip(*evaluations, strict=True):
-        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=_TOLERANCE), (
+    for expected, actual in zip(*evaluations, strict=True):
+        assert actual["eval_loss"] == pytest.approx(expected["eval_loss"], abs=_TOLERANCE), (
             "each held-out row counts once"
         )
     assert sorted(path.name for path in sharded.output.iterdir()) == sorted(p.name for p in replicas.output.iterdir())

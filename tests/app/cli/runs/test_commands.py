@@ -10,7 +10,7 @@ from anneal.contracts.schemas.postmortem import CorrectedRequest
 from app.cli.runs.postmortem import shell_command
 from app.infra.storage import Storage
 from app.tables.runs import Run
-from tests.app.conftest import ROWS, Anneal, json_of
+from tests.conftest import ROWS, Anneal, json_of
 from tests.factories import Trainer, make_model, mark_run
 from tests.rows import add_worker
 from tests.server import ApiServer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.conftest import Anneal, json_of
+from tests.conftest import Anneal, json_of
 
 
 class TestRunFile:

@@ -10,7 +10,7 @@ import yaml
 
 from anneal.contracts.training_config.fields import TrainingConfig
 from app.cli.runs import run_file
-from tests.app.conftest import Anneal, json_of
+from tests.conftest import Anneal, json_of
 from tests.server import ApiServer
 
 _FAKE = ("--set", "backend=fake")

@@ -9,7 +9,7 @@ from anneal.contracts.schemas.estimates import EXAMPLE
 from anneal.contracts.schemas.runs.common import FACTS
 from anneal.contracts.schemas.runs.reads import RunRead
 from app.cli.runs.commands import _estimated_memory, _measured_memory, _needs_text
-from tests.app.conftest import Anneal, json_of
+from tests.conftest import Anneal, json_of
 from tests.factories import Trainer, mark_run
 
 

@@ -24,7 +24,7 @@ from anneal.contracts.events import (
 from app.cli.runs.state_text import status_text
 from app.cli.runs.watch import WatchState, draw_curve, step_ticks
 from app.infra.storage import Storage
-from tests.app.conftest import Anneal
+from tests.conftest import Anneal
 from tests.factories import Trainer, mark_run
 from tests.server import ApiServer
 from tests.waiting import eventually

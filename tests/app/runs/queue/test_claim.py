@@ -98,10 +98,10 @@ def test_a_worker_that_is_held_looks_no_further_than_behind_the_holder(engine: E
     worker = add_worker(engine, devices=2)
     add_run(engine)
     claim(engine, worker)
-    wide = add_run(engine, devices_needed=2, priority=1)
+    holder = add_run(engine, devices_needed=2, priority=1)
     for _ in range(40):
         add_run(engine)
-    hold_workers(engine, wide.id, worker, devices=[1])
+    hold_workers(engine, holder.id, worker, devices=[1])
     read: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda *arguments: read.append(arguments[2]))
     assert claim(engine, worker) is None
@@ -115,7 +115,7 @@ def random_queue(engine: Engine, draw: random.Random) -> list[str]:
     workers += [random_worker(engine, draw) for _ in range(3)]
     owners = [f"owner-{number}" for number in range(36)] + [add_key(engine, draw.randrange(4)) for _ in range(4)]
     experiments = [add_run(engine, created_by=owners[0], devices_needed=9).experiment_id for _ in range(4)]
-    wide = []
+    multi_device_runs = []
     for number in range(90):
         devices = draw.choice([1, 1, 1, 2])
         row = add_run(
@@ -127,7 +127,7 @@ def random_queue(engine: Engine, draw: random.Random) -> list[str]:
             requirements=draw.choice([{}, {"memory_mb": 900}, {"memory_mb": 1500}, random_requirements(draw)]),
         )
         if devices == 2:
-            wide.append(row)
+            multi_device_runs.append(row)
     with engine.begin() as connection:
         for owner in owners:
             usage = {"owner": owner, "device_seconds": draw.random() * 100, "updated_at": text("now()")}
@@ -135,7 +135,7 @@ def random_queue(engine: Engine, draw: random.Random) -> list[str]:
         quota = text("UPDATE experiments SET max_devices = :most WHERE id = :id")
         for experiment in experiments[:2]:
             connection.execute(quota, {"most": draw.randrange(3), "id": experiment})
-    for holder, worker_id in zip(draw.sample(wide, 2), draw.sample(workers, 2), strict=True):
+    for holder, worker_id in zip(draw.sample(multi_device_runs, 2), draw.sample(workers, 2), strict=True):
         held = StoredQuotaHold(quota_id=holder.experiment_id, run_id=holder.id, starts_at=None, spare=draw.randrange(2))
         hold_workers(engine, holder.id, worker_id, devices=[0], quota_holds=[held])
     return workers

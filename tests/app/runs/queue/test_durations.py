@@ -42,14 +42,14 @@ class TestTimeOfAStep:
     def test_one_step_that_took_for_ever_changes_it_little(self) -> None:
         steps = [(1, 1.0)] * 20
         steps[10] = (1, 1000.0)
-        found = durations.step_seconds(steps)
-        assert found is not None and found < 1.2
+        seconds = durations.step_seconds(steps)
+        assert seconds is not None and seconds < 1.2
 
     def test_jitter_evens_out(self) -> None:
         chance = random.Random(3)
         for _ in range(20):
-            found = durations.step_seconds([(1, chance.lognormvariate(-0.08, 0.4)) for _ in range(60)])
-            assert found == pytest.approx(1.0, rel=0.25)
+            seconds = durations.step_seconds([(1, chance.lognormvariate(-0.08, 0.4)) for _ in range(60)])
+            assert seconds == pytest.approx(1.0, rel=0.25)
 
 
 class TestRemaining:
@@ -90,8 +90,8 @@ class TestRemaining:
     )
     def test_limits_end_it_sooner(self, change: dict[str, float], seconds: float) -> None:
         plain = replace(WORK, evaluate_every=None, save_every=None)
-        wanted = replace(plain, **change)  # type: ignore[arg-type]
-        reported = durations.estimate(wanted, replace(HALFWAY, saves=0, saving=0.0), typical())
+        limited = replace(plain, **change)  # type: ignore[arg-type]
+        reported = durations.estimate(limited, replace(HALFWAY, saves=0, saving=0.0), typical())
         assert reported is not None and reported.seconds == pytest.approx(seconds)
 
     def test_a_repaired_attempt_that_goes_back_has_the_rest_to_do(self) -> None:
@@ -120,8 +120,8 @@ class TestWhole:
 
     def test_a_twin_on_this_device_says_more_than_others_elsewhere(self) -> None:
         past = [*like(replace(DONE, training=9000.0), device="T4"), *like(DONE), *like(replace(DONE, twin="other"))]
-        found = durations.typical_durations(past, WORK, "H100")
-        assert (found.runs, found.step_seconds) == (1, 2.0)
+        here = durations.typical_durations(past, WORK, "H100")
+        assert (here.runs, here.step_seconds) == (1, 2.0)
         elsewhere = durations.typical_durations(past, WORK, "A100")
         assert (elsewhere.runs, elsewhere.step_seconds) == (2, 5.5)
 
@@ -173,13 +173,13 @@ class TestWorkload:
         assert self.steps(extra={"data_source": {"type": "generated"}}) is None
 
     def test_a_run_on_several_devices_has_fewer_steps_and_no_twins_on_one(self) -> None:
-        one, two = self.work({}), self.work({}, devices_needed=2)
-        assert two.total_steps == 21, "three times seven steps of sixteen"
-        assert two.twin != one.twin and two.work == one.work, "the steps of each device take as long"
+        on_one, on_two = self.work({}), self.work({}, devices_needed=2)
+        assert on_two.total_steps == 21, "three times seven steps of sixteen"
+        assert on_two.twin != on_one.twin and on_two.work == on_one.work, "the steps of each device take as long"
         shared = self.work({}, devices_needed=2, sequence_parallel=2)
-        assert shared.total_steps == one.total_steps, "devices that share sequences have the same rows"
-        assert shared.work == one.work / 2, "and each a part of each sequence"
-        assert len({shared.twin, two.twin, one.twin}) == 3
+        assert shared.total_steps == on_one.total_steps, "devices that share sequences have the same rows"
+        assert shared.work == on_one.work / 2, "and each a part of each sequence"
+        assert len({shared.twin, on_two.twin, on_one.twin}) == 3
 
     @pytest.mark.parametrize(
         ("stop_at", "first_step", "ends_at"), [(None, 0, 90), (50, 0, 50), (50, 50, 90), (95, 0, 90)]
@@ -207,8 +207,8 @@ class TestWorkload:
         assert twin() == twin(learning_rate=1.0, seed=3, max_steps=9, save_steps=1)
         different = [twin(), twin(batch_size=8), twin(max_seq_length=9), twin("ds_1"), twin(extra={"steps": 1})]
         assert len(set(different)) == len(different)
-        one, same, more = (self.work({}, extra_eval_datasets=sets).twin for sets in ({"a": "1"}, {"b": "1"}, {}))
-        assert one == same != more
+        first, same, more = (self.work({}, extra_eval_datasets=sets).twin for sets in ({"a": "1"}, {"b": "1"}, {}))
+        assert first == same != more
 
 
 class TestWords:

@@ -51,20 +51,20 @@ def past(engine: Engine) -> Any:
 def ask(settings: Settings, times: int = 1) -> list[dict[str, Prediction | None]]:
     """What is predicted of all runs, by so many forecasts."""
 
-    async def made() -> list[dict[str, Prediction | None]]:
+    async def predict() -> list[dict[str, Prediction | None]]:
         engine = async_engine(settings.database_url or "")
         sessions = session_maker(engine)
-        eta, found = EtaService(settings, ["fake"], sessions), []
+        eta, forecasts = EtaService(settings, ["fake"], sessions), []
         for _ in range(times):
             async with sessions() as session:
                 runs = (await session.execute(select(Run.id, Run.status))).all()
             eta._made_at = float("-inf")
             predictions = await eta.of({run.id: run.status for run in runs})
-            found.append({run.id: predictions.get(run.id) for run in runs})
+            forecasts.append({run.id: predictions.get(run.id) for run in runs})
         await engine.dispose()
-        return found
+        return forecasts
 
-    return asyncio.run(made())
+    return asyncio.run(predict())
 
 
 def test_a_run_counts_once_in_the_history_of_others_and_not_in_its_own(settings: Settings, engine: Engine) -> None:
@@ -75,12 +75,12 @@ def test_a_run_counts_once_in_the_history_of_others_and_not_in_its_own(settings:
     waits, lost = add_run(engine, config=ended.config), add_run(engine, config={**CONFIG, "extra": {"steps": 1}})
     mark_run(engine, waits.id, dataset_id=ended.dataset_id)
     timed(engine, lost, step=15, total_steps=20)
-    found = ask(settings)[0]
-    reported = found[waits.id]
+    predictions = ask(settings)[0]
+    reported = predictions[waits.id]
     assert reported is not None and reported.start_at is not None and reported.finish_at is not None
     assert (reported.finish_at - reported.start_at).total_seconds() == pytest.approx(20, abs=0.1)
     assert "20 of 20 steps left, based on 1 earlier run with this configuration" in reported.basis
-    own = found[lost.id]
+    own = predictions[lost.id]
     assert own is not None and own.finish_at is None
 
 
@@ -125,9 +125,11 @@ def test_a_run_that_is_to_stop_makes_room_for_those_that_wait(
     timed(engine, run, step=50, total_steps=100)
     mark_run(engine, run.id, **{"stop_requested_at": func.clock_timestamp(), "total_steps": 100, **stop})
     waits = add_run(engine).id
-    (found,) = ask(settings)
-    assert (found[run.id] is None) is (stop.get("stop_mode") != "epoch_end"), "when it ends itself is for nobody to ask"
-    reported = found[waits]
+    (predictions,) = ask(settings)
+    assert (predictions[run.id] is None) is (stop.get("stop_mode") != "epoch_end"), (
+        "when it ends itself is for nobody to ask"
+    )
+    reported = predictions[waits]
     assert reported is not None and reported.start_at is not None
     assert (reported.start_at - datetime.now(UTC)).total_seconds() == pytest.approx(seconds, abs=2)
 
@@ -141,19 +143,21 @@ def test_a_quota_delays_the_predicted_start_of_the_runs_that_it_limits(settings:
         mark_run(engine, run.id, dataset_id=ended.dataset_id)
 
     def predicted() -> tuple[Prediction, Prediction]:
-        (found,) = ask(settings)
-        one, two = found[first.id], found[second.id]
-        assert one is not None and two is not None and two.start_at is not None
-        return one, two
+        (predictions,) = ask(settings)
+        first_prediction, second_prediction = predictions[first.id], predictions[second.id]
+        assert first_prediction is not None and second_prediction is not None and second_prediction.start_at is not None
+        return first_prediction, second_prediction
 
-    one, two = predicted()
-    assert two.start_at == one.finish_at
+    first_prediction, second_prediction = predicted()
+    assert second_prediction.start_at == first_prediction.finish_at
     assert claim(engine, worker).id == first.id
     timed(engine, first, step=5, total_steps=20)
     mark_run(engine, first.id, total_steps=20)
-    one, two = predicted()
-    assert two.start_at == one.finish_at, "it is not claimed before, although devices are free"
-    assert two.basis.startswith("It waits until the quota of its key or experiment has room; ")
+    first_prediction, second_prediction = predicted()
+    assert second_prediction.start_at == first_prediction.finish_at, (
+        "it is not claimed before, although devices are free"
+    )
+    assert second_prediction.basis.startswith("It waits until the quota of its key or experiment has room; ")
     mark_run(engine, first.id, total_steps=None, config={**CONFIG, "base_model": "unlike"})
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM run_timings"))
@@ -166,8 +170,8 @@ def test_only_those_are_before_a_run_that_could_take_its_place(settings: Setting
     for _ in range(2):
         add_run(engine, requirements={"kind": "cuda"})
     first, second = (add_run(engine).id for _ in range(2))
-    (found,) = ask(settings)
-    bases = [reported.basis for reported in (found[first], found[second]) if reported]
+    (predictions,) = ask(settings)
+    bases = [reported.basis for reported in (predictions[first], predictions[second]) if reported]
     assert [basis.partition(",")[0].partition(";")[0] for basis in bases] == ["It is next", "1 run is before it"]
 
 
@@ -221,11 +225,11 @@ async def test_no_one_waits_for_a_forecast_and_there_is_at_most_one_a_second(
     run_id = add_run(engine).id
     add_worker(engine)
     database = async_engine(settings.database_url or "")
-    made: list[float] = []
+    forecast_times: list[float] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if "run_timings.similarity_key" in statement:
-            made.append(time.monotonic())
+            forecast_times.append(time.monotonic())
 
     event.listen(database.sync_engine, "before_cursor_execute", note)
     eta = EtaService(settings, ["fake"], session_maker(database))
@@ -246,8 +250,8 @@ async def test_no_one_waits_for_a_forecast_and_there_is_at_most_one_a_second(
 
     async def is_made_again() -> bool:
         await reported(run_id, "run_unknown")
-        return len(made) > 1
+        return len(forecast_times) > 1
 
     await eventually_async(is_made_again)
     await database.dispose()
-    assert made[1] - made[0] >= 1.0
+    assert forecast_times[1] - forecast_times[0] >= 1.0

@@ -140,7 +140,10 @@ class TestQuotas:
             add_run(engine, created_by=key, experiment_id=first.experiment_id)
             add_run(engine, created_by=key)
         workers = [add_worker(engine, devices=8) for _ in range(6)]
-        threads = [threading.Thread(target=lambda one=one: [claim(engine, one) for _ in range(4)]) for one in workers]
+        threads = [
+            threading.Thread(target=lambda worker=worker: [claim(engine, worker) for _ in range(4)])
+            for worker in workers
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

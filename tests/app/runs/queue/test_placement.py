@@ -109,9 +109,9 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
     ],
 )
 def test_a_run_that_no_worker_can_take_has_a_reason(needs: Needs, fleet: Fleet, code: str | None, says: str) -> None:
-    found = pending_reason(needs, fleet)
-    assert (found and found.code) == code
-    assert found is None or says in found.message
+    reason = pending_reason(needs, fleet)
+    assert (reason and reason.code) == code
+    assert reason is None or says in reason.message
 
 
 def test_a_run_that_writes_a_gguf_file_is_claimed_where_the_converter_is(engine: Engine) -> None:
@@ -131,12 +131,12 @@ FLEET_ROWS: tuple[tuple[str, tuple[int, ...]], ...] = (
 def test_in_a_mixed_fleet_no_run_is_claimed_where_it_cannot_fit_and_none_starves(engine: Engine) -> None:
     workers = {add_worker(engine, kind=kind, memory_mb=memory): (kind, memory) for kind, memory in FLEET_ROWS}
     dice = random.Random(16)
-    wanted: list[dict[str, Any]] = [
+    requirements: list[dict[str, Any]] = [
         {"prefers_gpu": True, "estimated_mb": {"cpu": 8000, "cuda": dice.choice([6000, 30_000, 70_000])}}
         for _ in range(12)
     ] + [{"kind": "cpu", "memory_mb": 9000}, {"kind": "cuda", "memory_mb": 79_000}, {"prefers_gpu": True}]
-    dice.shuffle(wanted)
-    runs = {add_run(engine, requirements=one).id: one for one in wanted}
+    dice.shuffle(requirements)
+    runs = {add_run(engine, requirements=one).id: one for one in requirements}
     for turn in range(40):
         for worker, (kind, memory) in dice.sample(sorted(workers.items()), len(workers)):
             while (row := claim(engine, worker)) is not None:

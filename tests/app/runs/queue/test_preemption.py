@@ -52,8 +52,8 @@ class TestChoice:
 
     def test_free_devices_count_and_no_more_are_given_up_than_needed(self) -> None:
         assert room(worker("w", None, "p1", "p2"), devices=2) == Room(["w"], ["p1"])
-        wide = worker("w", "p1a", "p2b", "p2b", "p2b")
-        assert room(wide, devices=3) == Room(["w"], ["p2b"]), "the first one is superfluous once the wide one leaves"
+        shared = worker("w", "p1a", "p2b", "p2b", "p2b")
+        assert room(shared, devices=3) == Room(["w"], ["p2b"]), "the first one is superfluous once the wide one leaves"
 
     def test_of_several_workers_the_one_that_gives_up_least(self) -> None:
         assert room(worker("w", "p1", "p1"), worker("v", "p2")) == Room(["v"], ["p2"])
@@ -97,9 +97,9 @@ def wait_for(engine: Engine, run_id: str, seconds: float) -> None:
         connection.execute(text(f"UPDATE runs SET {passed} WHERE id = :id"), {"id": run_id, "passed": seconds})
 
 
-def train(engine: Engine, worker_id: str, **given: Any) -> Any:
+def train(engine: Engine, worker_id: str, **options: Any) -> Any:
     """Claim a run and make its first step."""
-    row = claim(engine, worker_id, **given)
+    row = claim(engine, worker_id, **options)
     with engine.begin() as connection:
         connection.execute(machine.begin(row.id, row.lease_epoch, 0, 0.0, 100, None)).one()
         connection.execute(text("UPDATE runs SET current_step = 1 WHERE id = :id"), {"id": row.id})
@@ -140,15 +140,15 @@ class TestOfTheQueue:
         device = add_worker(engine, devices=2)
         low = [add_run(engine), add_run(engine)]
         train(engine, device), train(engine, device)
-        wide, small = add_run(engine, priority=3, devices_needed=2), add_run(engine)
-        wait_for(engine, wide.id, 11.0)
+        large_run, small = add_run(engine, priority=3, devices_needed=2), add_run(engine)
+        wait_for(engine, large_run.id, 11.0)
         assert sorted(await ask(settings)) == sorted(run.id for run in low)
         with engine.begin() as connection:
             connection.execute(machine.release(low[0].id, 1, "preempted")).one()
         assert claim(engine, device) is None, "the first free device is kept"
         with engine.begin() as connection:
             connection.execute(machine.release(low[1].id, 1, "preempted")).one()
-        assert claim(engine, device).id == wide.id
+        assert claim(engine, device).id == large_run.id
         assert run_row(engine, small.id).status == "pending"
 
     async def test_a_stopping_run_and_one_whose_successor_is_gone_are_left_alone(
@@ -207,14 +207,14 @@ class TestOfTheQueue:
         device = add_worker(engine, devices=2)
         low = [add_run(engine, created_by="key"), add_run(engine, created_by="key")]
         train(engine, device), train(engine, device)
-        wide = add_run(engine, priority=3, devices_needed=2, created_by="key")
+        large_run = add_run(engine, priority=3, devices_needed=2, created_by="key")
         with engine.begin() as connection:
             connection.execute(
                 insert(DeviceUsage).values(
                     owner="key", device_seconds=3600.0, updated_at=text("now() - interval '1 h'")
                 )
             )
-        wait_for(engine, wide.id, 11.0)
+        wait_for(engine, large_run.id, 11.0)
         assert sorted(await ask(settings)) == sorted(run.id for run in low)
 
     async def test_no_one_is_asked_for_a_wide_run_that_could_not_keep_its_worker(

@@ -44,13 +44,13 @@ def end(engine: Engine, run_id: str) -> None:
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Durations of runs by id, as they are predicted; those of others are unknown."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def estimate(_: Forecast, run: Any, *__: Any) -> Any:
-        return Estimate(found[run.id], "high", "") if run.id in found else None
+        return Estimate(seconds[run.id], "high", "") if run.id in seconds else None
 
     monkeypatch.setattr(Forecast, "estimate", estimate)
-    return found
+    return seconds
 
 
 class TestAQuota:
@@ -60,25 +60,25 @@ class TestAQuota:
         key, worker = add_key(engine, 4), add_worker(engine, devices=8)
         first = add_run(engine, created_by=key, devices_needed=2)
         claim(engine, worker)
-        wide = add_run(engine, created_by=key, devices_needed=4)
+        holder = add_run(engine, created_by=key, devices_needed=4)
         later = [add_run(engine, created_by=key, devices_needed=needed) for needed in (1, 2)]
         other = add_run(engine)
         execute(engine, "UPDATE runs SET not_before = now() - interval '6 s'")
         await plan(settings)
-        assert held_quotas(engine) == [(key, wide.id, 0)]
+        assert held_quotas(engine) == [(key, holder.id, 0)]
         assert [claim(engine, worker).id, claim(engine, worker)] == [other.id, None]
         own = async_engine(settings.database_url or "", pool_size=1)
         await Dispatcher(own, Broker(settings), settings, ["fake"]).round()
         await own.dispose()
         reason: Any = run_row(engine, later[0].id).pending_reason
-        assert reason["code"] == "quota" and f"is kept for run {wide.id}" in reason["message"]
+        assert reason["code"] == "quota" and f"is kept for run {holder.id}" in reason["message"]
         assert stored_holds(engine).holds == [], "one that may not start keeps no devices"
         urgent = add_run(engine, created_by=key, priority=1)
         assert claim(engine, worker).id == urgent.id, "it precedes the wide run"
         for run in (first, urgent):
             end(engine, run.id)
-        assert claim(engine, worker).id == wide.id
-        end(engine, wide.id)
+        assert claim(engine, worker).id == holder.id
+        end(engine, holder.id)
         assert claim(engine, worker).id == later[0].id
 
     async def test_of_an_experiment_is_kept_from_later_runs_of_every_key(
@@ -88,11 +88,11 @@ class TestAQuota:
         first = add_run(engine, created_by="a", devices_needed=2)
         claim(engine, worker)
         execute(engine, "UPDATE experiments SET max_devices = 3 WHERE id = :id", id=first.experiment_id)
-        wide = add_run(engine, created_by="a", devices_needed=3, experiment_id=first.experiment_id)
+        holder = add_run(engine, created_by="a", devices_needed=3, experiment_id=first.experiment_id)
         add_run(engine, created_by="b", experiment_id=first.experiment_id)
         elsewhere = add_run(engine, created_by="b")
         await plan(settings)
-        assert held_quotas(engine) == [(first.experiment_id, wide.id, 0)]
+        assert held_quotas(engine) == [(first.experiment_id, holder.id, 0)]
         assert [claim(engine, worker).id, claim(engine, worker)] == [elsewhere.id, None]
 
     async def test_lets_those_start_that_end_in_time_or_leave_enough(
@@ -102,11 +102,11 @@ class TestAQuota:
         first = add_run(engine, created_by=key, devices_needed=4)
         lengths[first.id] = 50.0
         claim(engine, worker)
-        wide = add_run(engine, created_by=key, devices_needed=5)
+        holder = add_run(engine, created_by=key, devices_needed=5)
         long, also_long, short = (add_run(engine, created_by=key, devices_needed=needed) for needed in (2, 1, 1))
         lengths |= {long.id: 400.0, also_long.id: 400.0, short.id: 20.0}
         await plan(settings)
-        assert held_quotas(engine) == [(key, wide.id, 2)], "seven less five"
+        assert held_quotas(engine) == [(key, holder.id, 2)], "seven less five"
         assert [claim(engine, worker).id, claim(engine, worker).id] == [long.id, short.id]
         assert claim(engine, worker) is None
 
@@ -117,11 +117,11 @@ class TestAQuota:
         add_run(engine), claim(engine, worker)
         mine = add_run(engine, created_by=key)
         claim(engine, other)
-        wide, _ = add_run(engine, created_by=key, devices_needed=3), add_run(engine, created_by=key)
+        holder, _ = add_run(engine, created_by=key, devices_needed=3), add_run(engine, created_by=key)
         await plan(settings)
         end(engine, mine.id)
         await plan(settings)
-        assert held_quotas(engine) == [(key, wide.id, 0)]
+        assert held_quotas(engine) == [(key, holder.id, 0)]
         assert [claim(engine, one) for one in (worker, other)] == [None, None]
 
     @pytest.mark.parametrize("change", ["needs more than the quota", "fits no worker", "waits after a loss"])
@@ -133,9 +133,9 @@ class TestAQuota:
         claim(engine, worker)
         needed = 5 if change == "needs more than the quota" else 3
         requirements = {"labels": ["elsewhere"]} if change == "fits no worker" else {}
-        wide = add_run(engine, created_by=key, devices_needed=needed, requirements=requirements)
+        holder = add_run(engine, created_by=key, devices_needed=needed, requirements=requirements)
         if change == "waits after a loss":
-            execute(engine, HOUR, id=wide.id)
+            execute(engine, HOUR, id=holder.id)
         small = add_run(engine, created_by=key)
         await plan(settings)
         assert held_quotas(engine) == []
@@ -173,7 +173,7 @@ class TestAQuota:
         first = add_run(engine, created_by=key, devices_needed=3)
         lengths[first.id] = 50.0
         claim(engine, worker)
-        wide, *small = (add_run(engine, created_by=key, devices_needed=needed) for needed in (4, 2, 1))
+        holder, *small = (add_run(engine, created_by=key, devices_needed=needed) for needed in (4, 2, 1))
 
         async def read(*arguments: Any, **options: Any) -> Forecast | None:
             forecast = await read_forecast(*arguments, **options)
@@ -182,5 +182,5 @@ class TestAQuota:
 
         monkeypatch.setattr(planning, "read_forecast", read)
         await plan(settings)
-        assert held_quotas(engine) == [(key, wide.id, 2)]
+        assert held_quotas(engine) == [(key, holder.id, 2)]
         assert claim(engine, worker) is None, "the two devices to spare are in use"

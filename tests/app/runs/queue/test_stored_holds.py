@@ -38,13 +38,13 @@ async def plan(settings: Settings) -> PlannedQueue | None:
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Durations of runs by id, as they are predicted; those of others are unknown."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def estimate(_: Forecast, run: Any, *__: Any) -> Any:
-        return Estimate(found[run.id], "high", "") if run.id in found else None
+        return Estimate(seconds[run.id], "high", "") if run.id in seconds else None
 
     monkeypatch.setattr(Forecast, "estimate", estimate)
-    return found
+    return seconds
 
 
 class TestOfTheQueue:
@@ -75,11 +75,11 @@ class TestOfTheQueue:
         workers = [add_worker(engine, devices=1, group_address="10.0.0.1") for _ in range(2)]
         add_run(engine, devices_needed=2, hosts_needed=2)
         pause = text("UPDATE devices SET paused_until = now() + :time * interval '1 h' WHERE worker_id = :id")
-        for hours, kept in ((1, []), (-1, sorted(workers))):
+        for hours, workers_held in ((1, []), (-1, sorted(workers))):
             with engine.begin() as connection:
                 connection.execute(pause, {"time": hours, "id": workers[0]})
             await plan(settings)
-            assert [worker_id for _, worker_id in held_workers(engine)] == kept
+            assert [worker_id for _, worker_id in held_workers(engine)] == workers_held
 
     async def test_a_run_on_several_hosts_holds_workers_of_one_version(
         self, settings: Settings, engine: Engine
@@ -116,7 +116,7 @@ class TestOfTheQueue:
         add_run(engine, created_by="key")
         claim(engine, worker)
         older = add_run(engine, created_by="key")
-        wide, later = add_run(engine, created_by="key", devices_needed=2), add_run(engine, created_by="key")
+        holder, later = add_run(engine, created_by="key", devices_needed=2), add_run(engine, created_by="key")
         with engine.begin() as connection:
             connection.execute(
                 insert(DeviceUsage).values(
@@ -130,7 +130,7 @@ class TestOfTheQueue:
         with engine.begin() as connection:
             connection.execute(text("UPDATE runs SET not_before = now()"))
         assert claim(engine, worker).id == older.id
-        assert {run_row(engine, run.id).status for run in (wide, later)} == {"pending"}
+        assert {run_row(engine, run.id).status for run in (holder, later)} == {"pending"}
 
     async def test_one_that_ends_in_time_or_leaves_enough_devices_starts_before_it(
         self, settings: Settings, engine: Engine, lengths: dict[str, float]
@@ -178,9 +178,9 @@ class TestOfTheQueue:
                 "UPDATE runs SET current_step = 10, current_epoch = :epoch, stop_mode = 'epoch_end' WHERE id = :id"
             )
             connection.execute(text(reported), {"epoch": epoch, "id": odd.id})
-        wide = add_run(engine, devices_needed=2)
+        holder = add_run(engine, devices_needed=2)
         await plan(settings)
-        assert held_workers(engine) == [(wide.id, worker)]
+        assert held_workers(engine) == [(holder.id, worker)]
 
     async def test_runs_that_fit_nowhere_do_not_hide_one_on_several_hosts_behind_them(
         self, settings: Settings, engine: Engine
@@ -197,9 +197,9 @@ class TestOfTheQueue:
         assert held_workers(engine) == sorted((run.id, worker) for worker in workers)
         own = async_engine(settings.database_url or "")
         near = f"run_{1:026}"
-        found = await EtaService(settings, ["fake"], session_maker(own)).of({near: "pending", run.id: "pending"})
+        predictions = await EtaService(settings, ["fake"], session_maker(own)).of({near: "pending", run.id: "pending"})
         await own.dispose()
-        assert set(found) == {near}, "the runs before the other are not all known"
+        assert set(predictions) == {near}, "the runs before the other are not all known"
         assert claim(engine, workers[0]).id == run.id
 
     async def test_spare_devices_are_given_once(

@@ -52,8 +52,8 @@ class Call:
     values: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        given = {it.name: getattr(self, it.name) for it in fields(self) if getattr(self, it.name) != it.default}
-        return " ".join(f"{name}={value}" if name != "verb" else value for name, value in given.items())
+        values = {it.name: getattr(self, it.name) for it in fields(self) if getattr(self, it.name) != it.default}
+        return " ".join(f"{name}={value}" if name != "verb" else value for name, value in values.items())
 
     def make(self, connection: Connection, fixed: dict[str, Any]) -> Any:
         """Do it on this connection, without a commit; answers what the caller learns, in the model's terms."""

@@ -128,18 +128,18 @@ class Model:
             return self._claim(call, locked)
         if call.verb in ("append", "checkpoint"):
             return self._append(call)
-        found = self._found(call, locked)
+        runs = self._found(call, locked)
         if call.verb == "renew":
-            for run in found:
+            for run in runs:
                 run.expired = False
-            return (found[0].stop, found[0].save) if found else None
+            return (runs[0].stop, runs[0].save) if runs else None
         if call.verb == "hint_due":
-            for run in found:
+            for run in runs:
                 run.hinted = True
-            return sorted(run.id for run in found)
-        if call.verb == "cancel" and found and not (found[0].stop or found[0].ends_with_epoch):
+            return sorted(run.id for run in runs)
+        if call.verb == "cancel" and runs and not (runs[0].stop or runs[0].ends_with_epoch):
             return "refused"
-        return sorted(self._move(call, run) for run in found)
+        return sorted(self._move(call, run) for run in runs)
 
     def _found(self, call: Call, locked: set[str] | None = None) -> list[ModelRun]:
         runs = [run for run in self.runs.values() if run.id not in (locked or ())]

@@ -63,10 +63,10 @@ class TestClaim:
 
     def test_gives_a_run_only_to_a_worker_with_enough_free_devices(self, engine: Engine) -> None:
         big, small = add_run(engine, devices_needed=2, priority=9), add_run(engine)
-        one, two = add_worker(engine, devices=1), add_worker(engine, devices=2)
-        assert claim(engine, one).id == small.id
-        assert claim(engine, one) is None
-        taken = claim(engine, two)
+        small, large = add_worker(engine, devices=1), add_worker(engine, devices=2)
+        assert claim(engine, small).id == small.id
+        assert claim(engine, small) is None
+        taken = claim(engine, large)
         assert taken.id == big.id
         assert sorted(taken.device_indexes) == [0, 1]
 
@@ -102,17 +102,17 @@ class TestClaim:
         assert claim(engine, add_worker(engine)) is not None
 
     def test_a_run_that_another_is_just_claiming_is_not_claimed_again(self, engine: Engine) -> None:
-        run, (one, two) = add_run(engine), (add_worker(engine), add_worker(engine))
+        run, (first_worker, second_worker) = add_run(engine), (add_worker(engine), add_worker(engine))
         with ThreadPoolExecutor(1) as thread:
             with engine.begin() as connection:
-                row = claim_run(connection, one, 60.0)
+                row = claim_run(connection, first_worker, 60.0)
                 assert row is not None and row.id == run.id
-                second = thread.submit(claim, engine, two)
+                second = thread.submit(claim, engine, second_worker)
                 eventually(lambda: second.done() or waiting_for_locks(engine))
                 assert not second.done(), "it waits for its turn"
             assert second.result(30) is None
         row = run_row(engine, run.id)
-        assert (row.lease_owner, row.lease_epoch, row.attempt) == (one, 1, 1)
+        assert (row.lease_owner, row.lease_epoch, row.attempt) == (first_worker, 1, 1)
 
     def test_a_run_that_another_transaction_is_just_changing_is_skipped(self, engine: Engine) -> None:
         first, second, worker = add_run(engine), add_run(engine), add_worker(engine)

@@ -159,20 +159,27 @@ class RunMachine(RuleBasedStateMachine):
         self._alone(self.last)
 
     @precondition(lambda self: self.model.runs)
-    @rule(one=_CALL, other=_CALL, together=st.booleans(), commits=st.booleans(), resent=st.booleans())
+    @rule(first_drawn=_CALL, second_drawn=_CALL, together=st.booleans(), commits=st.booleans(), resent=st.booleans())
     def do_two_at_once(
-        self, one: dict[str, Any], other: dict[str, Any], together: bool, commits: bool, resent: bool
+        self, first_drawn: dict[str, Any], second_drawn: dict[str, Any], together: bool, commits: bool, resent: bool
     ) -> None:
         """While one call's transaction is open another is made; then the first is committed or rolled back.
 
         `together`: for the same run, or the same events once more with others behind them.
         `resent`: the first is made once more, by a caller who heard no answer.
         """
-        if together and one["verb"] == "append":
-            other = {**one, "count": one["count"] + 1}
+        if together and first_drawn["verb"] == "append":
+            second_drawn = {**first_drawn, "count": first_drawn["count"] + 1}
         elif together:
-            other = {**other, **{name: one[name] for name in ("run", "worker") if name in one and name in other}}
-        first, second = self._bind(one), self._bind(other)
+            second_drawn = {
+                **second_drawn,
+                **{
+                    name: first_drawn[name]
+                    for name in ("run", "worker")
+                    if name in first_drawn and name in second_drawn
+                },
+            }
+        first, second = self._bind(first_drawn), self._bind(second_drawn)
         before, with_first = self.model.copy(), self.model.copy()
         expected = with_first.apply(first)
         # A statement that Postgres refuses lets go of its locks at once.
@@ -191,14 +198,14 @@ class RunMachine(RuleBasedStateMachine):
                 self.model = base
             (connection.commit if commits else connection.rollback)()
         if waited:
-            wanted = self.model.apply(second)
+            expected = self.model.apply(second)
         else:
             beside = before.copy()
-            wanted = beside.apply(second, locked=locked)
+            expected = beside.apply(second, locked=locked)
             untouched = before.copy()
             self.model = base
             self.model.join(untouched, beside)
-        assert future.result(30) == wanted
+        assert future.result(30) == expected
         self._settle(began)
         if resent:
             self._alone(first)
@@ -261,10 +268,10 @@ class RunMachine(RuleBasedStateMachine):
     def _alone(self, call: Call) -> None:
         note(f"{call}")
         began = datetime.now(UTC)
-        wanted = self.model.apply(call)
+        expected = self.model.apply(call)
         with self.database.engine.connect() as connection:
-            assert call.make(connection, self.database.parents) == wanted
-            (connection.rollback if wanted in ("refused", "fenced", "gap") else connection.commit)()
+            assert call.make(connection, self.database.parents) == expected
+            (connection.rollback if expected in ("refused", "fenced", "gap") else connection.commit)()
         self._settle(began)
         self.last = call
 
@@ -354,8 +361,8 @@ class Database:
     def pause_of(self, run_id: str, since: datetime) -> float:
         """Seconds from `since` until the run may be claimed."""
         statement = text("SELECT not_before FROM runs WHERE id = :id")
-        found: datetime = self._looking.execute(statement, {"id": run_id}).scalar_one()
-        return (found - since).total_seconds()
+        not_before: datetime = self._looking.execute(statement, {"id": run_id}).scalar_one()
+        return (not_before - since).total_seconds()
 
     def submit(self, call: Call) -> "Future[Any]":
         """Make a call on the other connection, and end its transaction as its caller would."""

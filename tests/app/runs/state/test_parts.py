@@ -22,7 +22,7 @@ def member(engine: Engine, devices: int = 1, **values: Any) -> str:
     return add_worker(engine, devices=devices, group_address="10.0.0.1", **values)
 
 
-def wide(engine: Engine, hosts: int = 2, each: int = 1, **values: Any) -> str:
+def add_group_run(engine: Engine, hosts: int = 2, each: int = 1, **values: Any) -> str:
     run_id: str = add_run(engine, devices_needed=hosts * each, hosts_needed=hosts, **values).id
     return run_id
 
@@ -44,8 +44,8 @@ def execute(engine: Engine, *statements: Any) -> list[Any]:
     """Execute statements in one transaction; return the rows of the last one."""
     with engine.begin() as connection:
         for statement in statements:
-            found = connection.execute(statement)
-        return list(found.all()) if found.returns_rows else []
+            result = connection.execute(statement)
+        return list(result.all()) if result.returns_rows else []
 
 
 def expire(engine: Engine, run_id: str) -> None:
@@ -57,29 +57,31 @@ def expire(engine: Engine, run_id: str) -> None:
 @pytest.fixture
 def claimed(engine: Engine) -> Any:
     """The claim of a run on two hosts of two devices each."""
-    run_id, lead, other = wide(engine, each=2), member(engine, 2), member(engine, 3)
+    run_id, lead, other = add_group_run(engine, each=2), member(engine, 2), member(engine, 3)
     hold_workers(engine, run_id, lead, other)
     return claim(engine, lead, LEASE)
 
 
 class TestClaim:
     def test_it_takes_the_same_number_of_devices_of_each_worker(self, engine: Engine) -> None:
-        run_id, lead = wide(engine, hosts=3, each=2), member(engine, 2)
+        run_id, lead = add_group_run(engine, hosts=3, each=2), member(engine, 2)
         others = sorted([member(engine, 3), member(engine, 2)])
         hold_workers(engine, run_id, lead, *others)
         row = claim(engine, lead, LEASE)
         assert (row.id, row.lease_owner, row.lease_epoch, row.attempt) == (run_id, lead, 1, 1)
         assert (sorted(row.device_indexes), sorted(row.members)) == ([0, 1], others)
         assert holders(engine, run_id) == {one: [0, 1] for one in (lead, *others)}
-        found = [(one.part, one.worker_id, one.first_rank, one.device_indexes) for one in parts_of(engine, run_id)]
-        assert found == [(1, others[0], 2, [0, 1]), (2, others[1], 4, [0, 1])]
+        stored_parts = [
+            (one.part, one.worker_id, one.first_rank, one.device_indexes) for one in parts_of(engine, run_id)
+        ]
+        assert stored_parts == [(1, others[0], 2, [0, 1]), (2, others[1], 4, [0, 1])]
         assert claim(engine, lead, LEASE) is None
 
     def test_it_takes_none_if_one_worker_lacks_a_device(self, engine: Engine) -> None:
         lead, other = member(engine, 2), member(engine, 2)
         add_run(engine)
         assert claim(engine, other) is not None
-        run_id = wide(engine, each=2)
+        run_id = add_group_run(engine, each=2)
         hold_workers(engine, run_id, lead, other)
         assert claim(engine, lead, LEASE) is None
         assert (holders(engine, run_id), parts_of(engine, run_id)) == ({}, [])
@@ -97,14 +99,14 @@ class TestClaim:
         ],
     )
     def test_a_worker_that_cannot_take_its_part_keeps_the_run_waiting(self, engine: Engine, change: str) -> None:
-        run_id, lead, other = wide(engine, requirements={"memory_mb": 500}), member(engine), member(engine)
+        run_id, lead, other = add_group_run(engine, requirements={"memory_mb": 500}), member(engine), member(engine)
         hold_workers(engine, run_id, lead, other)
         column = "id" if "UPDATE workers" in change else "worker_id"
         execute(engine, text(f"{change} WHERE {column} = :id").bindparams(id=other))
         assert claim(engine, lead, LEASE) is None
 
     def test_on_workers_that_it_does_not_hold_or_not_any_more_it_does_not_start(self, engine: Engine) -> None:
-        run_id, lead, other = wide(engine), member(engine, 2), member(engine)
+        run_id, lead, other = add_group_run(engine), member(engine, 2), member(engine)
         assert claim(engine, lead, LEASE) is None
         hold_workers(engine, run_id, other)
         assert claim(engine, other, LEASE) is None, "one of two workers"
@@ -113,7 +115,7 @@ class TestClaim:
         assert claim(engine, lead, LEASE) is None
 
     def test_a_quota_counts_the_devices_of_all_hosts(self, engine: Engine) -> None:
-        run_id, lead, other = wide(engine, each=2), member(engine, 2), member(engine, 2)
+        run_id, lead, other = add_group_run(engine, each=2), member(engine, 2), member(engine, 2)
         experiment = run_row(engine, run_id).experiment_id
         limit = text("UPDATE experiments SET max_devices = :most WHERE id = :id")
         execute(engine, limit.bindparams(most=3, id=experiment))
@@ -124,7 +126,7 @@ class TestClaim:
 
     def test_many_at_once_place_none_by_half_and_no_device_twice(self, engine: Engine) -> None:
         workers = [member(engine, 2) for _ in range(4)]
-        gangs = [wide(engine, each=2) for _ in range(2)]
+        gangs = [add_group_run(engine, each=2) for _ in range(2)]
         small = [add_run(engine).id for _ in range(4)]
         for at in range(6):
             for gang, pair in zip(gangs, (workers[:2], workers[2:]), strict=True):
@@ -139,8 +141,8 @@ class TestClaim:
             count = sum(len(one) for run_id in live for one in holders(engine, run_id).values())
             assert count == sum(run_row(engine, run_id).devices_needed for run_id in live), f"round {at}"
             for run_id in live:
-                for one in parts_of(engine, run_id):
-                    execute(engine, *parts.end(run_id, one.lease_epoch, one.part, one.worker_id, END))
+                for part in parts_of(engine, run_id):
+                    execute(engine, *parts.end(run_id, part.lease_epoch, part.part, part.worker_id, END))
                 execute(engine, machine.complete(run_id, 1, None, "done"))
         assert all(run_row(engine, run_id).status == "completed" for run_id in (*gangs, *small))
 
@@ -184,20 +186,20 @@ class TestPart:
         renewal = machine.renew(claimed.id, claimed.lease_epoch, LEASE)
         assert execute(engine, renewal)[0].parts is None
         execute(engine, parts.leave(claimed.id, claimed.lease_epoch, 1))
-        (found,) = execute(engine, renewal)[0].parts
-        assert (found["is_leaving"], found["ended"]) == (True, False)
+        (part,) = execute(engine, renewal)[0].parts
+        assert (part["is_leaving"], part["ended"]) == (True, False)
         expire(engine, claimed.id)
         execute(engine, parts.reap(0.0))
-        (found,) = execute(engine, renewal)[0].parts
-        assert (found["ended"], found["outcome"]) == (True, None)
+        (part,) = execute(engine, renewal)[0].parts
+        assert (part["ended"], part["outcome"]) == (True, None)
 
     def test_the_lead_learns_what_the_processes_of_its_parts_do(self, engine: Engine, claimed: Any) -> None:
         renewal = machine.renew(claimed.id, claimed.lease_epoch, LEASE)
         assert execute(engine, renewal)[0].activities is None
         does = {"silent_seconds": 2.5, "waiting": [2], "suspended": []}
         execute(engine, parts.renew(claimed.id, claimed.lease_epoch, 1, LEASE, does))
-        found = {"worker_id": claimed.members[0], "first_rank": 2, "devices": 2, "activity": does}
-        assert execute(engine, renewal)[0].activities == [found]
+        activity = {"worker_id": claimed.members[0], "first_rank": 2, "devices": 2, "activity": does}
+        assert execute(engine, renewal)[0].activities == [activity]
         execute(engine, *parts.end(claimed.id, claimed.lease_epoch, 1, claimed.members[0], END))
         assert execute(engine, renewal)[0].activities is None
 
@@ -229,8 +231,8 @@ class TestPart:
             event_log.append_events(connection, claimed.id, claimed.lease_epoch, 1, own[:1])
             event_log.append_lines(connection, claimed.id, claimed.lease_epoch, [line, line])
             event_log.append_events(connection, claimed.id, claimed.lease_epoch, 1, own)
-        found = [(seq, data.get("line")) for seq, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
-        assert found == [(3, "a"), (4, "[rank 2] loading"), (5, "[rank 2] loading"), (6, "b")]
+        lines = [(seq, data.get("line")) for seq, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
+        assert lines == [(3, "a"), (4, "[rank 2] loading"), (5, "[rank 2] loading"), (6, "b")]
         execute(engine, machine.retry(claimed.id, claimed.lease_epoch, "lost", 0.0))
         with engine.begin() as connection, pytest.raises(LeaseFenced):
             event_log.append_lines(connection, claimed.id, claimed.lease_epoch, [line])

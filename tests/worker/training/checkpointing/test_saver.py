@@ -131,7 +131,7 @@ def full(training: Training, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool]
         return SimpleNamespace(f_files=0, f_blocks=1000, f_bavail=0 if is_full[0] else 1000, f_frsize=2**20)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    return lambda wanted: is_full.__setitem__(0, wanted)
+    return lambda is_wanted: is_full.__setitem__(0, is_wanted)
 
 
 class TestInFlight:

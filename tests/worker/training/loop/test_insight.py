@@ -231,7 +231,7 @@ class TestGpuMemory:
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks) << 20)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given))
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
         monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"pickled"))
         config = TrainingConfig(base_model="tiny", extra={"memory_profile": True, "memory_profile_entries": 2000})
         silent: Any = type("Silent", (), {"message": lambda self, line: None})()

@@ -23,7 +23,7 @@ def own_head(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_works_passes_with_the_4_bit_weights_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[Any] = []
     load = loader.load_model
-    monkeypatch.setattr(loader, "load_model", lambda *given: loaded.append(load(*given)) or loaded[-1])
+    monkeypatch.setattr(loader, "load_model", lambda *arguments: loaded.append(load(*arguments)) or loaded[-1])
     device_check.check_device(CPU)
     (model,) = loaded
     assert model.is_loaded_in_4bit

@@ -313,7 +313,10 @@ def test_a_layer_keeps_its_input_once_for_all_projections_of_it(folder: Path) ->
             saved_bytes[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", dtype=torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         outputs = [projection(x) for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
     rows, rank = 4 * 32, 4
     assert sum(saved_bytes.values()) == x.nbytes + len(outputs) * rows * rank * 2
@@ -322,7 +325,9 @@ def test_a_layer_keeps_its_input_once_for_all_projections_of_it(folder: Path) ->
 def test_on_a_cpu_a_layer_keeps_one_byte_of_mask_for_each_value_of_its_input(folder: Path) -> None:
     layer, x, saved_tensors = fused(adapted(folder, rate=0.05)).base_model.model.model.layers[0].mlp.down_proj, None, []
     x = torch.randn(3, 128).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved_tensors.append(one) or one, lambda one: one):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved_tensors.append(tensor) or tensor, lambda tensor: tensor
+    ):
         layer(x)
     (mask,) = [tensor for tensor in saved_tensors if tensor.dtype == torch.bool]
     assert mask.nbytes == x.numel()
@@ -337,13 +342,13 @@ def test_mask_is_drawn_again_for_an_input_that_is_no_longer_in_the_same_order_of
 
     def gradient(returned: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, returned):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, returned):
             layer(x.detach().requires_grad_()).sum().backward()
         weight_gradient, layer.lora_A.default.weight.grad = layer.lora_A.default.weight.grad, None
         assert weight_gradient is not None
         return weight_gradient
 
-    assert torch.equal(gradient(lambda one: one), gradient(lambda one: one.contiguous()))
+    assert torch.equal(gradient(lambda tensor: tensor), gradient(lambda tensor: tensor.contiguous()))
 
 
 def test_gradients_of_a_4_bit_layer_with_wider_input_are_computed_in_its_own_type(folder: Path) -> None:
@@ -376,9 +381,9 @@ class TestWhatStaysWithPeft:
         model.add_adapter("reference", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
         other = fused(model)
         for active in ("reference", ["default", "reference"]):
-            for one in (model, other):
-                one.base_model.set_adapter(active)
-            expected, actual = (one.eval()(input_ids=IDS).logits for one in (model, other))
+            for trained in (model, other):
+                trained.base_model.set_adapter(active)
+            expected, actual = (trained.eval()(input_ids=IDS).logits for trained in (model, other))
             assert distance(actual, expected) < 1e-6
 
     def test_rows_with_adapters_of_their_own_are_those_of_peft(self, folder: Path) -> None:
