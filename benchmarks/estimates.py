@@ -161,7 +161,7 @@ def measured(model: Any, cell: Cell, divided: SequenceParallel | None = None) ->
         torch.autocast("cpu", torch.bfloat16, enabled=cell.mixed),
     ):
         output = model(**inputs, fused_lm_head=True)
-    there = [one.tensor.untyped_storage() for reference in kept_tensors if (one := reference()) is not None]
+    there = [kept.tensor.untyped_storage() for kept in (reference() for reference in kept_tensors) if kept is not None]
     assert output.loss.requires_grad
     return sum({one.data_ptr(): one.nbytes() for one in there}.values())
 

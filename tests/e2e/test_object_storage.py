@@ -143,7 +143,7 @@ def test_a_run_on_two_hosts_that_share_no_folder_survives_the_loss_of_one_and_co
 
     def steps(run_id: str) -> dict[int, tuple[str, list[int]]]:
         """Steps by their number, as the rank 0 of the last attempt wrote them."""
-        return next(found for host in reversed(hosts.values()) if (found := host.steps(run_id)))
+        return next(filter(None, (host.steps(run_id) for host in reversed(hosts.values()))))
 
     try:
         add()

@@ -63,10 +63,10 @@ class TestClaim:
 
     def test_gives_a_run_only_to_a_worker_with_enough_free_devices(self, engine: Engine) -> None:
         big, small = add_run(engine, devices_needed=2, priority=9), add_run(engine)
-        small, large = add_worker(engine, devices=1), add_worker(engine, devices=2)
-        assert claim(engine, small).id == small.id
-        assert claim(engine, small) is None
-        taken = claim(engine, large)
+        narrow, roomy = add_worker(engine, devices=1), add_worker(engine, devices=2)
+        assert claim(engine, narrow).id == small.id
+        assert claim(engine, narrow) is None
+        taken = claim(engine, roomy)
         assert taken.id == big.id
         assert sorted(taken.device_indexes) == [0, 1]
 
