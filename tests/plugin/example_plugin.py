@@ -90,12 +90,12 @@ def lower_case(load: Any) -> PreTrainedTokenizerBase:
 def late_labels(collate: Any, tokenizer: Any, first: int) -> Any:
     """Batches of the method in which the first tokens are not learned."""
 
-    def collate(examples: Any) -> Any:
+    def collate_late(examples: Any) -> Any:
         batch = collate(examples)
         batch["labels"][:, :first] = -100
         return batch
 
-    return collate
+    return collate_late
 
 
 def no_labels(collate: Any, tokenizer: Any) -> Any:

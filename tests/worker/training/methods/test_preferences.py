@@ -286,9 +286,9 @@ class TestParity:
             algorithm, model, data, tmp_path / "plain", adapter, num_generations=4,
             max_completion_length=12, temperature=0.9, beta=beta, reward_funcs=[near_eight], **more,
         )  # fmt: skip
-        ours = losses(forks.run(job))
-        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-8 if adapter == "full" else 1e-7)
-        assert any(abs(loss) > 1e-4 for loss in ours) or algorithm == "rloo"
+        our_losses = losses(forks.run(job))
+        assert our_losses == pytest.approx(theirs, rel=1e-6, abs=1e-8 if adapter == "full" else 1e-7)
+        assert any(abs(loss) > 1e-4 for loss in our_losses) or algorithm == "rloo"
 
 
 class TestData:
