@@ -1,4 +1,4 @@
-"""How a client sees the service of its machine: by the lock of its home, and by files of its owner."""
+"""Checks whether the service of this machine runs, and reads the files that it writes for its owner."""
 
 import fcntl
 import json

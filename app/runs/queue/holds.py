@@ -1,4 +1,4 @@
-"""What a plan holds for runs on several devices, as claims read it until the next plan is stored. No database.
+"""Holds of a plan for runs on several devices, which claims read until the next plan is stored. No database.
 
 Claims go on while a plan is computed and after it is stored. A stored plan therefore names the runs that trained when
 it was read: a device that another run has taken since is no longer free when the holder can start.

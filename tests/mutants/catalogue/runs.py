@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         name="claim-without-row-lock",
         promises=(3,),
-        about="A claim does not lock the row it takes, so it waits for whoever changes the run, with all other claims.",
+        about="A claim does not skip a run that another transaction is changing, so all claims wait for it.",
         changes=(
             Change(
                 _LIFECYCLE,

@@ -1,4 +1,4 @@
-"""Promises of claims between two plans of the queue, on random queues: whoever claims, no holder waits longer."""
+"""Promises of claims between two plans of the queue, on random queues: no claim lets a holder wait longer."""
 
 import math
 from collections.abc import Sequence
