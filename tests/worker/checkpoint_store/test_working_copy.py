@@ -101,6 +101,16 @@ class TestADataset:
             host.copy.fetch_dataset(RUN, path, size, sha256, never)
         assert not path.is_symlink() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
 
+    @pytest.mark.parametrize("removed", ["datasets", "locks", "."])
+    def test_is_fetched_again_once_an_operator_has_removed_the_folders(self, host: Host, removed: str) -> None:
+        path, size, sha256 = host.store(5000)
+        shutil.rmtree(host.storage.root / removed)
+        host.copy.make_room()  # as a worker without a run does
+        shutil.rmtree(host.storage.root / removed)
+        with host.copy.used_by(RUN):
+            host.copy.fetch_dataset(RUN, path, size, sha256, never)
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+
     def test_that_differs_in_the_store_or_is_missing_there_is_not_used(self, host: Host, share: Path) -> None:
         path, size, sha256 = host.store(100)
         (share / host.storage.key_of(path)).write_bytes(b"x" * size)

@@ -8,6 +8,7 @@ import os
 import platform
 import pwd
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -284,11 +285,14 @@ class TestDaemons:
 
 
 class TestLocks:
-    def test_a_lock_is_held_for_life(self, launcher: Launcher, tmp_path: Path) -> None:
+    def test_a_lock_is_held_for_life_and_no_other_user_can_hold_it(self, launcher: Launcher, tmp_path: Path) -> None:
         path = tmp_path / "device.lock"
+        path.touch()
+        path.chmod(0o644)  # as earlier versions made it
         process = launcher.launch("tests.worker.trainers:wait_for_stop", write_job(tmp_path), [CPU], [path])
         said = Said(process).until(lambda said: said.has("message"))
         assert not _can_lock(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, "who can open it, even to read, can hold it"
         process.send(STOP)
         said.to_the_end()
         assert _can_lock(path)

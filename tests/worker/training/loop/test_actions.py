@@ -83,6 +83,12 @@ class TestEachTakesEffectBehindItsStep:
         reported = [(one["effective"]["learning_rate"], one["effective"]["max_steps"]) for one in whole.of("config")]
         assert reported == [(2e-4, 12), (1e-3, 12), (1e-3, 16)]
 
+    def test_each_checkpoint_has_the_configuration_in_force_at_its_step(self, whole: Outcome) -> None:
+        before, faster, longer = (one["effective"] for one in whole.of("config"))
+        for step, effective in ((2, before), (4, faster), (5, faster), (8, longer), (16, longer)):
+            stored = json.loads((whole.folder / f"checkpoint-{step}" / "training_config.json").read_text())
+            assert stored == effective, step
+
     def test_an_evaluation_is_made_and_reported(self, whole: Outcome) -> None:
         metrics_of_steps = {one["step"]: one["metrics"] for one in whole.of("eval")}
         assert set(metrics_of_steps) == {5, 16}
