@@ -1,4 +1,4 @@
-// Points of curves: kept by series, smoothed, and put on a common axis. Pure: no access to the page.
+// Points of curves: kept by series, smoothed, and put on a common axis; labels of marks. Pure: no access to the page.
 
 /**
  * Points of one series.
@@ -196,6 +196,26 @@ export function computeExtent(curves) {
     high = Math.max(high, last);
   }
   return low < high ? [low, high] : null;
+}
+
+/**
+ * Lines for the labels of marks, so that no label covers another: left of its mark where it would leave the chart. A
+ * label without a free line is left out.
+ * @template {{ left: number, width: number }} Label
+ * @param {Label[]} labels By the position of their mark, from left to right.
+ * @param {number} right Right end of the chart.
+ * @param {number} lineCount
+ * @returns {(Label & { start: number, line: number })[]}
+ */
+export function placeLabels(labels, right, lineCount) {
+  const lineEnds = Array.from({ length: lineCount }, () => -Infinity);
+  return labels.flatMap((label) => {
+    const start = label.left + label.width < right ? label.left : label.left - label.width;
+    const line = lineEnds.findIndex((end) => start >= end);
+    if (line < 0) return [];
+    lineEnds[line] = start + label.width;
+    return [{ ...label, start, line }];
+  });
 }
 
 /** @param {(number | null)[]} numbers */

@@ -12,6 +12,7 @@ import {
   computePositions,
   smoothValues,
   findStepsWithin,
+  placeLabels,
   truncateFrom,
   insertDetail,
 } from '../../../../app/web/static/js/curves.js';
@@ -95,4 +96,19 @@ test('charts of a page have the range of all curves, and none without two positi
     [1, 60],
   );
   assert.equal(computeExtent([[3], [null], []]), null);
+});
+
+test('labels of marks cover neither each other nor the right edge, and one without a free line is left out', () => {
+  const labels = [0, 40, 60, 110, 980, 990].map((left) => ({ left, width: 100 }));
+  const placed = placeLabels(labels, 1000, 2);
+  assert.deepEqual(
+    placed.map(({ left, start, line }) => [left, start, line]),
+    [
+      [0, 0, 0],
+      [40, 40, 1],
+      [110, 110, 0],
+      [980, 880, 0],
+      [990, 890, 1],
+    ],
+  );
 });

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef, useState } from '../../vendor/preact.js';
 import uPlot from '../../vendor/uplot.js';
-import { alignCurves, findLastValue, smoothValues } from '../curves.js';
+import { alignCurves, findLastValue, placeLabels, smoothValues } from '../curves.js';
 import { significant, tickLabels } from '../format.js';
 import { palette } from '../theme.js';
 
@@ -315,8 +315,6 @@ class Drawing {
     context.save();
     context.font = `${10.5 * ratio}px ${this.font}`;
     context.textBaseline = 'top';
-    /** Right end of the last label of each line of labels. @type {number[]} */
-    const labelEnds = Array.from({ length: MARK_LINES }, () => -Infinity);
     const marksInSight = this.marks
       .map((mark) => ({ ...mark, left: plot.valToPos(mark.at, 'x', true) }))
       .filter(({ left }) => left >= plot.bbox.left && left <= right)
@@ -332,14 +330,11 @@ class Drawing {
       context.stroke();
     }
     context.globalAlpha = 1;
-    for (const { kind, left, text } of this.isWide && plot.width > 560 ? marksInSight : []) {
-      if (!text) continue;
-      const width = context.measureText(text).width + 10 * ratio;
-      const start = left + width < right ? left : left - width;
-      // A label without a free line is left out; the attempts and actions are also in the history.
-      const line = labelEnds.findIndex((end) => start >= end);
-      if (line < 0) continue;
-      labelEnds[line] = start + width;
+    const labels = (this.isWide && plot.width > 560 ? marksInSight : []).flatMap(({ kind, left, text }) =>
+      text ? [{ kind, left, text, width: context.measureText(text).width + 10 * ratio }] : [],
+    );
+    // The attempts and actions are also in the history, with those whose label is left out.
+    for (const { kind, text, start, width, line } of placeLabels(labels, right, MARK_LINES)) {
       const top = plot.bbox.top + (2 + 14 * line) * ratio;
       context.fillStyle = this.surface;
       context.fillRect(start + 3 * ratio, top - ratio, width - 6 * ratio, 13 * ratio);
