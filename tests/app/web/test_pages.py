@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Dialog, Locator, Page, Route, ViewportSize, expect
-from sqlalchemy import Engine
+from playwright.sync_api import Browser, Dialog, FilePayload, Locator, Page, Route, ViewportSize, expect
+from sqlalchemy import Engine, update
 
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
+from app.tables.runs import Run
 from app.workers import registry
 from tests.app.web.pages import PHONE, resume, start, steps, too_wide
 from tests.browser import sign_in, window
@@ -52,6 +53,34 @@ class TestRuns:
         page.get_by_role("button", name="Remove the filters").click()
         expect(row).to_be_visible()
         expect(page.get_by_label("Search runs by name, tag or ID")).to_have_value("")
+
+    def test_start_page_without_trainings_has_a_sample_to_upload_and_evaluations_are_apart(
+        self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_ids = [make_run(shared_api.client, dataset, name="a measured model")["id"]]
+        with engine.begin() as connection:  # whatever other tests have trained
+            connection.execute(update(Run).values(task="evaluate"))
+        page.goto("/")
+        sample = page.get_by_label("Sample of a dataset").inner_text()
+        kinds = page.get_by_role("group", name="Kind of runs")
+        kinds.get_by_role("button", name="Evaluations").click()
+        evaluation = page.get_by_role("row").filter(has_text="a measured model")
+        expect(evaluation).to_be_visible()
+        kinds.get_by_role("button", name="Training").click()
+        page.get_by_role("link", name="Upload a dataset").click()
+        file: FilePayload = {"name": "chats.jsonl", "mimeType": "application/jsonl", "buffer": sample.encode()}
+        page.get_by_label("Files to upload").set_input_files(file)
+        page.get_by_role("link", name="2 rows of format chat").click()
+        expect(page.get_by_role("heading", name="chats.jsonl")).to_be_visible()
+        run_ids.append(make_run(shared_api.client, page.url.rpartition("/")[2], name="on the sample")["id"])
+        page.get_by_role("link", name="Runs", exact=True).click()
+        training = page.get_by_role("row").filter(has_text="on the sample")
+        expect(training).to_be_visible()
+        expect(evaluation).to_have_count(0)
+        kinds.get_by_role("button", name="All").click()
+        expect(evaluation).to_be_visible()
+        expect(training).to_be_visible()
+        shared_api.client.post("/v1/runs/stop", json={"ids": run_ids})
 
     def test_runs_table_sorts_by_header_and_tags_stops_and_deletes_several(
         self, page: Page, shared_api: ApiServer, engine: Engine, dataset: str
