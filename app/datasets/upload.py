@@ -23,6 +23,8 @@ _BATCH = 1024 * 1024
 _MAX_FIELD_BYTES = {"columns": 16 * 1024}
 _DEFAULT_FIELD_BYTES = 1024
 _MAX_PARTS = 10
+_MAX_HEADER_FIELDS = 8
+"""Header fields of a part; clients send up to four."""
 _FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
 _BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
 """Fields that must precede the file, because the file is parsed while it is received."""
@@ -95,6 +97,7 @@ class _Upload:
                     "on_part_end": self._on_part_end,
                     "on_end": self._on_end,
                 },
+                max_header_count=_MAX_HEADER_FIELDS,
             )
         except FormParserError as error:
             raise _broken_body(str(error)) from None

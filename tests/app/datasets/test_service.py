@@ -269,6 +269,8 @@ def test_a_client_that_leaves_half_way_leaves_nothing(api: ApiServer, settings: 
         (b'--b\r\nContent-Disposition: form-data; name="format"\r\n\r\nodd\r\n--b--\r\n', "unknown_format"),
         (b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\n\xff\r\n--b--\r\n', "missing"),
         (b"--b\r\n" + b"X: " + b"y" * 100_000 + b"\r\n\r\n", "broken_multipart"),
+        (b"--b\r\n" + b"x:y\r\n" * 8 + b"\r\nx\r\n--b--\r\n", "unknown_field"),
+        (b"--b\r\n" + b"x:y\r\n" * 9 + b"\r\nx\r\n--b--\r\n", "broken_multipart"),
     ],
 )  # fmt: skip
 def test_a_malformed_upload_is_422(shared_api: ApiServer, body: bytes, code: str) -> None:
