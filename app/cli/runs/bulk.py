@@ -41,6 +41,7 @@ def stop(
     method: OfMethod = None,
     dataset: OfDataset = None,
     search: WithText = None,
+    every_live_run: Annotated[bool, typer.Option("--all", help="All live runs of the service.")] = False,
     mode: Annotated[
         Literal["checkpoint", "epoch_end", "best", "discard"],
         typer.Option(help="Save a checkpoint, finish the epoch first, end with the best checkpoint, or save nothing."),
@@ -63,6 +64,10 @@ def stop(
     if no_save and mode not in ("checkpoint", "discard"):
         raise typer.BadParameter(f"--no-save contradicts --mode {mode}; use only one of them.")
     filters = _build_filters(experiment, status, tag, base_model, method, dataset, search)
+    if every_live_run:
+        if run_ids is not None or filters:
+            raise typer.BadParameter("--all stops every live run: use it without names and filters.")
+        filters = {"status": ["pending", *LIVE]}
     with open_client() as client:
         chosen = _chosen_ids(client, run_ids, filters, ("pending", *LIVE))
         if run_ids is None and chosen and not yes:
