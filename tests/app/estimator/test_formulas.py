@@ -6,48 +6,20 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from anneal.contracts.schemas import estimates
 from anneal.contracts.training_config.fields import TrainingConfig
-from anneal.contracts.training_config.raw_config import given_fields
-from anneal.contracts.training_config.resolution import resolve_config
-from anneal.contracts.training_config.rules import DeviceCapabilities
 from anneal.contracts.training_config.validation import config_errors
 from app.estimator import architecture, memory_planner
 from app.estimator.activations import Precision, compute_activations
 from app.estimator.architecture import Architecture, UnknownArchitecture
 from app.estimator.flops import estimate_flops, uncounted_parts
 from app.estimator.forward_pass import Batch
-from app.estimator.memory import Components, Division, estimate_memory, optimizer_state
+from app.estimator.memory import Components, estimate_memory, optimizer_state
 from app.estimator.model_sizes import largest_model
-from app.estimator.parameters import CannotTrain, total_parameters, trainable_part
+from app.estimator.parameters import total_parameters, trainable_part
 from app.estimator.steps import Data, attention_of, plan_steps
-from tests.properties import examples
-
-# Llama-3.1-8B, as its config.json has it.
-LLAMA = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
-TINY = {
-    "vocab_size": 517, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "n_embd": 64, "n_layer": 2, "n_head": 4,
-}  # fmt: skip
-GIB = 2**30
-CHECKS = [{"type": "length", "max": 100}]
-
-
-def effective(**fields: Any) -> TrainingConfig:
-    """A configuration as a GPU would take it."""
-    config = TrainingConfig.model_validate({"base_model": "any", **fields})
-    return resolve_config(config, sorted(given_fields(fields)), DeviceCapabilities(kind="cuda", bf16=True)).config
-
-
-def counted(rows: int = 100, mean: float = 100.0, largest: int = 100) -> Data:
-    """A dataset whose tokens a tokenizer has counted."""
-    return Data(rows, None, {"mean": mean, "max": largest, "total": round(rows * mean), "tokenizer": "any"})
+from tests.app.estimator.models import CHECKS, GIB, LLAMA, TINY, counted, effective
 
 
 def operations(data: Data, *, model: Architecture | None = None, **fields: Any) -> Any:
@@ -452,72 +424,6 @@ def _named(said: str) -> dict[str, Any]:
     return named
 
 
-class TestAConfigJson:
-    @pytest.mark.parametrize(
-        ("file", "says"),
-        [
-            ({"model_type": "phi3", "rope_scaling": "x"}, "a value has the wrong type"),
-            ({"model_type": "phi3", "rope_parameters": [1]}, "a value has the wrong type"),
-            ({"model_type": "phi3", "partial_rotary_factor": float("inf")}, "not a number from 0 to 1"),
-            ({"model_type": "gpt2", "resid_pdrop": 10**400}, "not a number from 0 to 1"),
-            ({"model_type": "gpt2", "attn_pdrop": float("nan")}, "not a number from 0 to 1"),
-            ({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 16}, "16 attention heads exceed"),
-            ({"model_type": "gpt2", "n_embd": 8, "n_head": 16}, "16 attention heads exceed"),
-            ({"model_type": "llama", "num_key_value_heads": 64}, "more than the 32 attention heads"),
-        ],
-    )
-    def test_impossible_config_json_is_reported_unknown(self, file: dict[str, Any], says: str) -> None:
-        with pytest.raises(UnknownArchitecture, match=says) as raised:
-            architecture.read_architecture(file)
-        assert "Error:" not in str(raised.value)
-
-    @examples(300)
-    @given(st.data())
-    def test_any_config_json_is_counted_or_reported_unknown(self, data: st.DataObject) -> None:
-        family = data.draw(st.sampled_from(sorted(architecture.FAMILIES)))
-        known = {**architecture.FAMILIES[family], **TINY}
-        names = st.sampled_from(
-            [*known, "rope_scaling", "rope_parameters", "num_key_value_heads", "head_dim", "n_inner"]
-        )
-        file = {"model_type": family, **TINY, **data.draw(st.dictionaries(names, _ODD, min_size=1, max_size=3))}
-        if isinstance(file.get("num_hidden_layers"), int):
-            file["num_hidden_layers"] = min(file["num_hidden_layers"], 3)
-        if isinstance(file.get("n_layer"), int):
-            file["n_layer"] = min(file["n_layer"], 3)
-        fields = data.draw(st.sampled_from(_METHODS))
-        try:
-            model, config = architecture.read_architecture(file), effective(**fields)
-            trainable_part(model, config)
-        except (UnknownArchitecture, CannotTrain) as error:
-            assert str(error).endswith(".")
-            return
-        planned, precision = plan_steps(model, config, counted()), Precision.for_device(config, "cuda")
-        choice = memory_planner.choose_checkpointing(model, config, precision, planned.batch, GIB)
-        assert choice.memory.peak > 0 and min(choice.memory.as_megabytes().values()) >= 0
-        todo = estimate_flops(model, config, planned, choice.checkpointing)
-        assert todo is not None and todo.training >= 0
-        if not choice.fits:
-            memory_planner.MemoryAdvice(model, config, precision, planned.batch.length, planned.rows).advise_within(GIB)
-
-
-_ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 100),
-    st.sampled_from([2**39, 2**40, 10**400, -(10**400), 0.1, 1.5, float("nan"), float("inf"), "x", "", [], [1], {}]),
-    st.dictionaries(st.sampled_from(["partial_rotary_factor", "rope_type"]), st.sampled_from(["x", None, 0.5, 7])),
-    st.lists(st.integers(-1, 3), max_size=3),
-)
-_METHODS: list[dict[str, Any]] = [
-    {"method": "full"},
-    {"method": "lora", "lora_dropout": 0.0},
-    {"method": "qlora", "packing": True},
-    {"method": "dpo"},
-    {"method": "reward", "lora_r": None},
-    {"method": "rlhf", "lora_r": None, "rlhf": {"rewards": CHECKS, "beta": 0.1}},
-]
-
-
 def test_memory_is_walked_through_once_for_each_way_of_checkpointing() -> None:
     walked: list[str] = []
 
@@ -578,74 +484,3 @@ def test_memory_comes_in_the_order_of_the_model_however_it_was_kept() -> None:
     parsed = estimates.parse_stored({**estimates.EXAMPLE, "memory_mb": dict(sorted(memory.items(), reverse=True))})
     assert parsed is not None and parsed.memory_mb is not None
     assert list(parsed.memory_mb) == [*(one.name for one in fields(Components)), "total"]
-
-
-@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
-def test_each_of_four_devices_has_a_quarter_of_what_is_divided(method: str) -> None:
-    config, model = (
-        effective(method=method, max_seq_length=512, optim="adamw_torch"),
-        architecture.read_architecture(LLAMA),
-    )
-    batch = plan_steps(model, config, counted()).batch
-
-    def on(shards: int) -> Any:
-        return estimate_memory(
-            model, config, Precision.for_device(config, "cuda"), batch, "full", "sdpa", Division(shards)
-        )
-
-    whole, part = on(1), on(4)
-    for name in ("weights", "adapter", "gradients", "optimizer"):
-        assert getattr(part.components, name) == pytest.approx(getattr(whole.components, name) / 4, abs=4)
-    assert part.components.workspace > GIB, "some layers are whole for a moment"
-    assert part.components.quantization_constants == whole.components.quantization_constants
-    assert part.peak < whole.peak
-    loaded = whole.components.weights + whole.components.quantization_constants + whole.components.context
-    assert method != "qlora" or part.peak >= loaded, "a 4-bit model is divided once it is on the device"
-
-
-@pytest.mark.parametrize("method", ["full", "qlora"])
-@pytest.mark.parametrize("checkpointing", ["off", "full"])
-def test_each_of_four_devices_that_share_sequences_has_a_quarter_of_the_activations(
-    method: str, checkpointing: Any
-) -> None:
-    config, model = (
-        effective(method=method, max_seq_length=8192, optim="adamw_torch"),
-        architecture.read_architecture(LLAMA),
-    )
-
-    def on(parts: int, length: int) -> Any:
-        batch = Batch(1, length, sequence_parallel=parts)
-        return estimate_memory(model, config, Precision.for_device(config, "cuda"), batch, checkpointing, "sdpa")
-
-    def of_tokens(parts: int) -> int:
-        """Casts of weights do not depend on the length."""
-        difference: int = on(parts, 8192).components.activations - on(parts, 4096).components.activations
-        return difference
-
-    whole, part = on(1, 8192), on(4, 8192)
-    for name in ("weights", "adapter", "gradients", "optimizer"):
-        assert getattr(part.components, name) == getattr(whole.components, name), name
-    # In addition, the output of attention before it is exchanged.
-    assert of_tokens(1) / 4 <= of_tokens(4) < of_tokens(1) / 4 * 1.15
-    assert part.peak <= whole.peak
-
-
-def test_devices_that_share_experts_do_not_gather_those_of_a_layer() -> None:
-    """In pairs of four devices, each gathers half of the experts of one layer; all four together gather none."""
-    config = effective(method="full", max_seq_length=512, optim="adamw_torch_fused")
-    model = architecture.read_architecture({"model_type": "qwen3_moe"})
-    batch = plan_steps(model, config, counted()).batch
-
-    def on(experts: int) -> Components:
-        division = Division(4, experts)
-        return estimate_memory(
-            model, config, Precision.for_device(config, "cuda"), batch, "full", "sdpa", division
-        ).components
-
-    alone, pairs, all_four = on(1), on(2), on(4)
-    # 128 experts of three matrices of 2048 x 768 with 4 bytes: two layers and the gradients of one.
-    layer = 128 * 3 * 2048 * 768 * 4
-    assert alone.workspace - all_four.workspace == pytest.approx(3 * layer, abs=8)
-    assert pairs.workspace - all_four.workspace == pytest.approx(layer, abs=8)
-    for name in ("weights", "gradients", "optimizer"):
-        assert getattr(alone, name) == getattr(pairs, name) == getattr(all_four, name)

@@ -1,4 +1,4 @@
-"""What a training configuration accepts, refuses by name, and resolves to on a machine."""
+"""What a training configuration accepts, and refuses by name."""
 
 import json
 import subprocess
@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from anneal.contracts.methods import TrainingMethod
 from anneal.contracts.run_status import TrainingStatus
 from anneal.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME
 from anneal.contracts.training_config.fields import TrainingConfig
-from anneal.contracts.training_config.raw_config import drop_unknown_fields, given_fields
+from anneal.contracts.training_config.raw_config import given_fields
 from anneal.contracts.training_config.resolution import resolve_config
 from anneal.contracts.training_config.rules import DeviceCapabilities, sharding_obstacles
 from anneal.contracts.training_config.sequence_parallel import sequence_parallel_obstacles
 from anneal.contracts.training_config.validation import config_errors, resume_problems
-
-CPU = DeviceCapabilities(kind="cpu", bf16=True)
-GPU = DeviceCapabilities(kind="cuda", bf16=True, flash_attention=False)
-OLD_GPU = DeviceCapabilities(kind="cuda", bf16=False)
+from tests.anneal.contracts.training_config.configurations import CPU, GPU, OLD_GPU, codes, effective
 
 FIELDS = st.sampled_from([*TrainingConfig.model_fields, "beta", "rewards", "type", "max_grad_norm", "a.b", ""])
 NAMES = FIELDS | st.text(st.characters(exclude_categories=[]), max_size=20)
@@ -33,18 +29,6 @@ VALUES = st.recursive(
 )
 CONFIGS = st.dictionaries(NAMES, VALUES, max_size=6)
 """Whatever a client can send as JSON: any names, lone surrogates among them, and any values."""
-
-
-def codes(config: Any, **data: Any) -> set[tuple[str, str]]:
-    facts = {"has_eval_dataset": False, "dataset_format": None, "machine": None} | data
-    if isinstance(config, dict):
-        config = {"base_model": "tiny", **config}
-    return {(problem.field, problem.code) for problem in config_errors(config, **facts)}
-
-
-def effective(machine: DeviceCapabilities | None = CPU, **fields: Any) -> Any:
-    config_input = {"base_model": "tiny", **fields}
-    return resolve_config(TrainingConfig.model_validate(config_input), given_fields(config_input), machine)
 
 
 class TestDtype:
@@ -520,68 +504,6 @@ class TestConflicts:
         assert codes({}, machine=CPU) == set()
 
 
-class TestResolve:
-    @pytest.mark.parametrize(
-        ("fields", "four_bit", "rank"),
-        [
-            ({"method": "full"}, False, None),
-            ({"method": "lora"}, False, 16),
-            ({"method": "qlora"}, True, 16),
-            ({"method": "qlora", "load_in_8bit": True}, False, 16),
-            ({"method": "sft"}, True, 16),
-            ({"method": "sft", "lora_r": None}, False, None),
-            ({"method": "sft", "load_in_4bit": False}, False, 16),
-        ],
-    )
-    def test_the_base_is_quantized_as_the_method_says(
-        self, fields: dict[str, Any], four_bit: bool, rank: int | None
-    ) -> None:
-        resolved = effective(**fields)
-        assert (resolved.config.load_in_4bit, resolved.config.lora_r) == (four_bit, rank)
-        assert resolved.problems == []
-
-    def test_defaults_that_a_cpu_cannot_honor_are_replaced_and_reported(self) -> None:
-        resolved = effective(CPU)
-        assert {r.field: (r.requested, r.used) for r in resolved.replaced} == {
-            "gradient_checkpointing": ("auto", False),
-            "bnb_4bit_compute_dtype": ("bfloat16", "float32"),
-        }
-        assert all(r.reason for r in resolved.replaced)
-        whole = effective(CPU, method="full")
-        assert ("optim", "paged_adamw_8bit", "adamw_8bit") in {(r.field, r.requested, r.used) for r in whole.replaced}
-        assert whole.config.optim == "adamw_8bit"
-
-    def test_optim_overridden_by_a_plugin_is_not_replaced(self) -> None:
-        resolved = effective(CPU, method="full", extra={"optimizer": {"type": "mine"}})
-        assert "optim" not in {one.field for one in resolved.replaced}
-
-    def test_field_set_by_the_user_is_never_replaced(self) -> None:
-        resolved = effective(CPU, gradient_checkpointing=True, bnb_4bit_compute_dtype="float32", optim="adamw_torch")
-        assert resolved.replaced == []
-        assert resolved.config.gradient_checkpointing is True
-        assert [p.code for p in effective(CPU, optim="paged_adamw_32bit").problems] == ["not_on_this_machine"]
-
-    def test_the_models_limit_is_the_effective_length(self) -> None:
-        config = TrainingConfig(base_model="tiny", max_seq_length=None)
-        resolved = resolve_config(config, {"base_model"}, None, 256)
-        assert (resolved.config.max_seq_length, resolved.replaced) == (256, [])
-        (lowered,) = resolve_config(TrainingConfig(base_model="tiny"), {"base_model"}, None, 256).replaced
-        assert (lowered.requested, lowered.used) == (2048, 256)
-
-    def test_a_gpu_keeps_the_defaults_unless_it_lacks_bfloat16(self) -> None:
-        assert effective(GPU).replaced == []
-        assert [(r.field, r.used) for r in effective(OLD_GPU).replaced] == [("bnb_4bit_compute_dtype", "float16")]
-
-    def test_an_unknown_machine_replaces_nothing(self) -> None:
-        assert effective(None, method="full").config.optim == "paged_adamw_8bit"
-
-    def test_resolving_twice_changes_nothing(self) -> None:
-        config = TrainingConfig(base_model="tiny")
-        once = resolve_config(config, {"base_model"}, CPU)
-        assert config == TrainingConfig(base_model="tiny")
-        assert resolve_config(once.config, {"base_model"}, CPU).config == once.config
-
-
 class TestResume:
     def test_lengths_limits_and_rates_may_change_and_nothing_else(self) -> None:
         parent = TrainingConfig(base_model="tiny").model_dump(mode="json")
@@ -591,24 +513,3 @@ class TestResume:
         assert resume_problems(parent, {"seed": 42, "max_steps": 7}) == []
         assert resume_problems(parent, {"batch_size": "2**2", "max_seq_length": "2_048", "max_steps": "10k"}) == []
         assert [p.code for p in resume_problems(parent, {"lora_r": 8})] == ["not_changeable_on_resume"]
-
-    def test_given_fields_are_dotted_in_groups(self) -> None:
-        config = {"seed": 1, "extra": {"max_grad_norm": 2}, "dpo": {"beta": 1}, "rlhf": {}}
-        assert given_fields(config) == {"seed", "extra.max_grad_norm", "dpo.beta"}
-
-    def test_a_value_equal_to_the_default_is_not_given(self) -> None:
-        for method in ("qlora", "dpo"):
-            defaults = TrainingConfig.model_validate({"base_model": "tiny", "method": method}).model_dump(mode="json")
-            assert given_fields(defaults) - {"method"} == {"base_model"}
-        assert given_fields({"batch_size": "2**2", "packing": 0, "extra": {"max_rewinds": 3}}) == {"packing"}
-        assert given_fields({"extra": 3, "dpo": None, "unheard_of": None}) == {"extra", "dpo", "unheard_of"}
-
-
-def test_a_worker_of_the_version_before_passes_over_defaults_that_it_does_not_know() -> None:
-    """While a service is updated, the API that writes configurations is newer than some of the workers."""
-    stored = TrainingConfig(base_model="tiny").model_dump(mode="json") | {"of_tomorrow": "repair"}
-    stored["rlhf"]["of_tomorrow"] = 1
-    TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model"}))
-    for user_set_field in ("of_tomorrow", "rlhf.of_tomorrow"):
-        with pytest.raises(ValidationError, match="of_tomorrow"):
-            TrainingConfig.model_validate(drop_unknown_fields(stored, {"base_model", user_set_field}))
