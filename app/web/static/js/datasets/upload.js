@@ -2,10 +2,10 @@
 
 import { effect, html, signal, useEffect, useRef, useState } from '../../vendor/preact.js';
 import { ApiError, post, uploadForm } from '../api.js';
-import { Bar, Dialog } from '../components/controls.js';
+import { Bar } from '../components/controls.js';
+import { FormDialog } from '../components/dialogs.js';
 import { ErrorText, Prose } from '../components/states.js';
 import * as format from '../format.js';
-import { useAction } from '../resource.js';
 import { useNavigation } from '../router.js';
 import { session } from '../session.js';
 
@@ -174,44 +174,38 @@ function TransferBox({ transfer, onCancel, onClose }) {
 /** @param {{ onDone: () => void, onClose: () => void }} props `onDone`: called after an import, closed or not. */
 export function HubImport({ onDone, onClose }) {
   const navigate = useNavigation();
-  const action = useAction();
   const [values, setValues] = useState({ hub: '', split: 'train', subset: '' });
   const setValue = (/** @type {string} */ name) => (/** @type {any} */ event) =>
     setValues({ ...values, [name]: event.target.value });
-  const importDataset = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    action.run(async () => {
-      const dataset = await post('/v1/datasets', {
-        hub: values.hub.trim(),
-        split: values.split.trim() || 'train',
-        ...(values.subset.trim() ? { subset: values.subset.trim() } : {}),
-      });
-      onDone();
-      navigate(`/datasets/${dataset.id}`);
+  const importDataset = async () => {
+    const dataset = await post('/v1/datasets', {
+      hub: values.hub.trim(),
+      split: values.split.trim() || 'train',
+      ...(values.subset.trim() ? { subset: values.subset.trim() } : {}),
     });
+    onDone();
+    navigate(`/datasets/${dataset.id}`);
   };
-  return html`<${Dialog} title="Import from the Hugging Face Hub" onClose=${onClose}>
-    <form class="stackform" onSubmit=${importDataset}>
+  return html`<${FormDialog}
+    title="Import from the Hugging Face Hub"
+    verb="Import"
+    busyText="The service downloads and checks the dataset …"
+    onSubmit=${importDataset}
+    onClose=${onClose}
+  >
+    <div class="f">
+      <label for="hub">Dataset</label>
+      <input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${setValue('hub')} />
+    </div>
+    <div class="row">
       <div class="f">
-        <label for="hub">Dataset</label>
-        <input id="hub" type="text" required placeholder="owner/name" value=${values.hub} onInput=${setValue('hub')} />
+        <label for="split">Split</label>
+        <input id="split" type="text" value=${values.split} onInput=${setValue('split')} />
       </div>
-      <div class="row">
-        <div class="f">
-          <label for="split">Split</label>
-          <input id="split" type="text" value=${values.split} onInput=${setValue('split')} />
-        </div>
-        <div class="f">
-          <label for="subset">Subset</label>
-          <input id="subset" type="text" value=${values.subset} onInput=${setValue('subset')} />
-        </div>
+      <div class="f">
+        <label for="subset">Subset</label>
+        <input id="subset" type="text" value=${values.subset} onInput=${setValue('subset')} />
       </div>
-      ${action.busy && html`<p class="muted" role="status">The service downloads and checks the dataset …</p>`}
-      <${ErrorText} error=${action.error} />
-      <footer>
-        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary" disabled=${action.busy}>Import</button>
-      </footer>
-    </form>
+    </div>
   <//>`;
 }

@@ -1,15 +1,17 @@
 // Datasets: upload, look at the rows, delete.
 
 import { html, useEffect, useState } from '../../vendor/preact.js';
-import { sendRequest, get } from '../api.js';
-import { Chip, Dialog } from '../components/controls.js';
+import { get } from '../api.js';
+import { Chip } from '../components/controls.js';
+import { DeleteDialog } from '../components/dialogs.js';
 import { Icon } from '../components/icon.js';
-import { Empty, ErrorText, Loaded } from '../components/states.js';
+import { PageButtons } from '../components/pages.js';
+import { Empty, Loaded } from '../components/states.js';
 import { Rows } from '../datasets/rows.js';
 import { HubImport, Upload } from '../datasets/upload.js';
 import * as format from '../format.js';
-import { useAction, useNow, useResource, useSettled } from '../resource.js';
-import { query, setQuery, useNavigation } from '../router.js';
+import { useNow, useResource, useSettled } from '../resource.js';
+import { query, setQuery } from '../router.js';
 import { hasScope } from '../session.js';
 
 /** @import * as api from '../api_types.js' */
@@ -102,19 +104,7 @@ function List() {
                       </tbody>
                     </table>
                   </section>
-                  <div class="row foot">
-                    <span class="grow"></span>
-                    ${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>
-                      First page
-                    </button>`}
-                    ${page.has_more && html`<button
-                      type="button"
-                      class="btn small"
-                      onClick=${() => setQuery({ after: page.data.at(-1)?.id })}
-                    >
-                      Next page
-                    </button>`}
-                  </div>
+                  <${PageButtons} after=${after} page=${page} />
                 `}
         <//>
       </div>
@@ -148,7 +138,7 @@ function Dataset({ id }) {
           `}
         </div>
       </div>
-      ${isDeleting && html`<${DeleteDialog} dataset=${dataset} onClose=${() => setDeleting(false)} />`}
+      ${isDeleting && html`<${DeleteDataset} dataset=${dataset} onClose=${() => setDeleting(false)} />`}
       <div class="two">
         <${Rows} dataset=${dataset} />
         <aside class="side">
@@ -214,22 +204,11 @@ function RunsOn({ id }) {
 }
 
 /** @param {{ dataset: api.Dataset, onClose: () => void }} props */
-function DeleteDialog({ dataset, onClose }) {
-  const navigate = useNavigation();
-  const action = useAction();
-  const deleteDataset = () =>
-    action.run(async () => {
-      await sendRequest('DELETE', `/v1/datasets/${dataset.id}`);
-      navigate('/datasets', { replace: true });
-    });
-  return html`<${Dialog} title="Delete this dataset?" onClose=${onClose}>
-    <p>${dataset.name} is deleted with its ${format.counted(dataset.rows, 'row')}. This cannot be undone.</p>
-    <${ErrorText} error=${action.error} />
-    <footer>
-      <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-      <button type="button" class="btn danger" disabled=${action.busy} onClick=${deleteDataset}>
-        Delete the dataset
-      </button>
-    </footer>
-  <//>`;
-}
+const DeleteDataset = ({ dataset, onClose }) => html`<${DeleteDialog}
+  what="dataset"
+  path=${`/v1/datasets/${dataset.id}`}
+  nextPage="/datasets"
+  onClose=${onClose}
+>
+  ${dataset.name} is deleted with its ${format.counted(dataset.rows, 'row')}.
+<//>`;

@@ -2,13 +2,15 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { sendRequest, get, post } from '../api.js';
-import { Chip, Dialog, STATUSES } from '../components/controls.js';
+import { Chip, STATUSES } from '../components/controls.js';
+import { DeleteDialog, FormDialog } from '../components/dialogs.js';
 import { Icon } from '../components/icon.js';
-import { Empty, ErrorText, Loaded } from '../components/states.js';
+import { PageButtons } from '../components/pages.js';
+import { Empty, Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { describeGroup, isRewarded } from '../methods.js';
-import { useAction, useNow, useResource } from '../resource.js';
-import { query, setQuery, useNavigation } from '../router.js';
+import { useNow, useResource } from '../resource.js';
+import { query, useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 
 export const title = 'Experiments';
@@ -73,19 +75,7 @@ function List() {
                   </tbody>
                 </table>
               </section>
-              <div class="row foot">
-                <span class="grow"></span>
-                ${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>
-                  First page
-                </button>`}
-                ${page.has_more && html`<button
-                  type="button"
-                  class="btn small"
-                  onClick=${() => setQuery({ after: page.data.at(-1).id })}
-                >
-                  Next page
-                </button>`}
-              </div>
+              <${PageButtons} after=${after} page=${page} />
             `}
     <//>
   `;
@@ -180,7 +170,7 @@ function Experiment({ id }) {
           resource.reload();
         }}
       />`}
-      ${openDialog === 'delete' && html`<${DeleteDialog}
+      ${openDialog === 'delete' && html`<${DeleteExperiment}
         experiment=${experiment}
         onClose=${() => setOpenDialog(null)}
       />`}
@@ -241,81 +231,63 @@ function Experiment({ id }) {
 
 /** @param {{ experiment?: any, onClose: () => void, onSaved: (experiment: any) => void }} props */
 function EditDialog({ experiment, onClose, onSaved }) {
-  const action = useAction();
   const [name, setName] = useState(experiment?.name ?? '');
   const [description, setDescription] = useState(experiment?.description ?? '');
-  const saveExperiment = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    action.run(async () => {
-      const body = { name: name.trim(), description };
-      onSaved(
-        experiment
-          ? await sendRequest('PATCH', `/v1/experiments/${experiment.id}`, { body })
-          : await post('/v1/experiments', body),
-      );
-    });
+  const saveExperiment = async () => {
+    const body = { name: name.trim(), description };
+    onSaved(
+      experiment
+        ? await sendRequest('PATCH', `/v1/experiments/${experiment.id}`, { body })
+        : await post('/v1/experiments', body),
+    );
   };
-  return html`<${Dialog} title=${experiment ? 'Edit the experiment' : 'New experiment'} onClose=${onClose}>
-    <form class="stackform" onSubmit=${saveExperiment}>
-      <div class="f">
-        <label for="experiment-name">Name</label>
-        <input
-          id="experiment-name"
-          type="text"
-          required
-          maxlength="200"
-          value=${name}
-          onInput=${(/** @type {any} */ event) => setName(event.target.value)}
-        />
-      </div>
-      <div class="f">
-        <label for="experiment-text">Description</label>
-        <textarea
-          id="experiment-text"
-          rows="3"
-          maxlength="10000"
-          value=${description}
-          onInput=${(/** @type {any} */ event) => setDescription(event.target.value)}
-        ></textarea>
-        <p class="hint">Such as the question that its runs answer.</p>
-      </div>
-      <${ErrorText} error=${action.error} />
-      <footer>
-        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary" disabled=${action.busy}>Save</button>
-      </footer>
-    </form>
+  return html`<${FormDialog}
+    title=${experiment ? 'Edit the experiment' : 'New experiment'}
+    onSubmit=${saveExperiment}
+    onClose=${onClose}
+  >
+    <div class="f">
+      <label for="experiment-name">Name</label>
+      <input
+        id="experiment-name"
+        type="text"
+        required
+        maxlength="200"
+        value=${name}
+        onInput=${(/** @type {any} */ event) => setName(event.target.value)}
+      />
+    </div>
+    <div class="f">
+      <label for="experiment-text">Description</label>
+      <textarea
+        id="experiment-text"
+        rows="3"
+        maxlength="10000"
+        value=${description}
+        onInput=${(/** @type {any} */ event) => setDescription(event.target.value)}
+      ></textarea>
+      <p class="hint">Such as the question that its runs answer.</p>
+    </div>
   <//>`;
 }
 
 /** @param {{ experiment: any, onClose: () => void }} props */
-function DeleteDialog({ experiment, onClose }) {
-  const navigate = useNavigation();
-  const action = useAction();
+function DeleteExperiment({ experiment, onClose }) {
   const count = Object.values(experiment.runs).reduce(
     (/** @type {number} */ sum, runs) => sum + /** @type {number} */ (runs),
     0,
   );
-  const deleteExperiment = () =>
-    action.run(async () => {
-      await sendRequest('DELETE', `/v1/experiments/${experiment.id}`, { query: { cascade: count > 0 } });
-      navigate('/experiments', { replace: true });
-    });
-  return html`<${Dialog} title="Delete this experiment?" onClose=${onClose}>
-    <p>
-      ${experiment.name} is deleted with
-      its ${format.counted(count, 'run')}, ${format.counted(experiment.checkpoints, 'checkpoint')} and ${format.counted(
-        experiment.models,
-        'model',
-      )}.
-      This cannot be undone.
-    </p>
-    <${ErrorText} error=${action.error} />
-    <footer>
-      <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-      <button type="button" class="btn danger" disabled=${action.busy} onClick=${deleteExperiment}>
-        Delete the experiment
-      </button>
-    </footer>
+  return html`<${DeleteDialog}
+    what="experiment"
+    path=${`/v1/experiments/${experiment.id}`}
+    query=${{ cascade: count > 0 }}
+    nextPage="/experiments"
+    onClose=${onClose}
+  >
+    ${experiment.name} is deleted with
+    its ${format.counted(count, 'run')}, ${format.counted(experiment.checkpoints, 'checkpoint')} and ${format.counted(
+      experiment.models,
+      'model',
+    )}.
   <//>`;
 }

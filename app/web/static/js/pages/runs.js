@@ -125,26 +125,12 @@ export default function Runs() {
               experiments=${names}
             />`}
     <//>
-    <div class="row foot">
+    <${PageButtons} after=${after} page=${list.data}>
       <span class="sub num">
         ${list.data &&
         `${format.integer(list.data.data.length)} of ${format.integer(counts.data?.total ?? list.data.data.length)}`}
       </span>
-      <span class="grow"></span>
-      ${after && html`<button type="button" class="btn small" onClick=${() => setQuery({ after: null })}>
-        First page
-      </button>`}
-      ${list.data?.has_more && html`<button
-        type="button"
-        class="btn small"
-        onClick=${() => {
-          setQuery({ after: list.data.data.at(-1).id });
-          scrollTo(0, 0);
-        }}
-      >
-        Next page
-      </button>`}
-    </div>
+    <//>
   `;
 }
 

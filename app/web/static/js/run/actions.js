@@ -2,10 +2,8 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { createIdempotencyKey, post } from '../api.js';
-import { Dialog } from '../components/controls.js';
-import { ErrorText } from '../components/states.js';
+import { FormDialog } from '../components/dialogs.js';
 import * as format from '../format.js';
-import { useAction } from '../resource.js';
 
 /** @import * as api from '../api_types.js' */
 
@@ -22,88 +20,77 @@ const TITLES = {
  */
 export function ActionDialog({ store, action: name, onClose }) {
   const run = store.run.value;
-  const request = useAction();
   const [values, setValues] = useState(() => initialValues(name, run));
   const setValue = (/** @type {string} */ field) => (/** @type {any} */ event) =>
     setValues({ ...values, [field]: event.target.type === 'checkbox' ? event.target.checked : event.target.value });
-  const sendAction = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    request.run(async () => {
-      await post(`/v1/runs/${run.id}/actions`, buildBody(name, values), { 'Idempotency-Key': createIdempotencyKey() });
-      store.scheduleRenewal(0);
-      onClose();
-    });
+  const sendAction = async () => {
+    await post(`/v1/runs/${run.id}/actions`, buildBody(name, values), { 'Idempotency-Key': createIdempotencyKey() });
+    store.scheduleRenewal(0);
+    onClose();
   };
   const title = TITLES[/** @type {keyof typeof TITLES} */ (name)];
-  return html`<${Dialog} title=${title} onClose=${onClose}>
-    <form class="stackform" onSubmit=${sendAction}>
-      <p class="muted">${describeCost(name, store)}</p>
-      ${name === 'checkpoint' && html`<label class="check">
-        <input type="checkbox" checked=${values.pin} onChange=${setValue('pin')} />
-        Pin it, so that retention never deletes it
-      </label>`}
-      ${name === 'sample' && html`
+  return html`<${FormDialog} title=${title} verb=${title} onSubmit=${sendAction} onClose=${onClose}>
+    <p class="muted">${describeCost(name, store)}</p>
+    ${name === 'checkpoint' && html`<label class="check">
+      <input type="checkbox" checked=${values.pin} onChange=${setValue('pin')} />
+      Pin it, so that retention never deletes it
+    </label>`}
+    ${name === 'sample' && html`
+      <div class="f">
+        <label for="prompts">Prompts, one per line</label>
+        <textarea id="prompts" rows="4" required value=${values.prompts} onInput=${setValue('prompts')}></textarea>
+        <p class="hint">At most 8 prompts.</p>
+      </div>
+      <div class="row">
         <div class="f">
-          <label for="prompts">Prompts, one per line</label>
-          <textarea id="prompts" rows="4" required value=${values.prompts} onInput=${setValue('prompts')}></textarea>
-          <p class="hint">At most 8 prompts.</p>
+          <label for="tokens">Most new tokens</label>
+          <input
+            id="tokens"
+            type="number"
+            min="1"
+            max="512"
+            value=${values.max_new_tokens}
+            onInput=${setValue('max_new_tokens')}
+          />
         </div>
-        <div class="row">
-          <div class="f">
-            <label for="tokens">Most new tokens</label>
-            <input
-              id="tokens"
-              type="number"
-              min="1"
-              max="512"
-              value=${values.max_new_tokens}
-              onInput=${setValue('max_new_tokens')}
-            />
-          </div>
-          <div class="f">
-            <label for="temperature">Temperature</label>
-            <input
-              id="temperature"
-              type="number"
-              min="0"
-              max="10"
-              step="0.1"
-              value=${values.temperature}
-              onInput=${setValue('temperature')}
-            />
-          </div>
+        <div class="f">
+          <label for="temperature">Temperature</label>
+          <input
+            id="temperature"
+            type="number"
+            min="0"
+            max="10"
+            step="0.1"
+            value=${values.temperature}
+            onInput=${setValue('temperature')}
+          />
         </div>
-      `}
-      ${name === 'set_learning_rate' && html`<div class="f">
-        <label for="rate">New peak learning rate</label>
-        <input
-          id="rate"
-          type="text"
-          inputmode="decimal"
-          required
-          value=${values.learning_rate}
-          onInput=${setValue('learning_rate')}
-        />
-        <p class="hint">The peak is ${format.significant(run.config.learning_rate)}. The schedule keeps its shape.</p>
-      </div>`}
-      ${name === 'extend' && html`<div class="f">
-        <label for="steps">New total number of steps</label>
-        <input
-          id="steps"
-          type="number"
-          min=${run.current_step + 1}
-          required
-          value=${values.max_steps}
-          onInput=${setValue('max_steps')}
-        />
-        <p class="hint">Planned are ${format.integer(run.total_steps)} steps.</p>
-      </div>`}
-      <${ErrorText} error=${request.error} />
-      <footer>
-        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary" disabled=${request.busy}>${title}</button>
-      </footer>
-    </form>
+      </div>
+    `}
+    ${name === 'set_learning_rate' && html`<div class="f">
+      <label for="rate">New peak learning rate</label>
+      <input
+        id="rate"
+        type="text"
+        inputmode="decimal"
+        required
+        value=${values.learning_rate}
+        onInput=${setValue('learning_rate')}
+      />
+      <p class="hint">The peak is ${format.significant(run.config.learning_rate)}. The schedule keeps its shape.</p>
+    </div>`}
+    ${name === 'extend' && html`<div class="f">
+      <label for="steps">New total number of steps</label>
+      <input
+        id="steps"
+        type="number"
+        min=${run.current_step + 1}
+        required
+        value=${values.max_steps}
+        onInput=${setValue('max_steps')}
+      />
+      <p class="hint">Planned are ${format.integer(run.total_steps)} steps.</p>
+    </div>`}
   <//>`;
 }
 

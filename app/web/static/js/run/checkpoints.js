@@ -2,9 +2,9 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { sendRequest, createIdempotencyKey, post } from '../api.js';
-import { Dialog } from '../components/controls.js';
+import { FormDialog } from '../components/dialogs.js';
 import { Icon } from '../components/icon.js';
-import { Empty, ErrorText, Loading } from '../components/states.js';
+import { Empty, Loading } from '../components/states.js';
 import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { useAction } from '../resource.js';
@@ -133,39 +133,29 @@ export function Checkpoints({ store }) {
 /** @param {{ run: api.Run, checkpoint: api.Checkpoint, onClose: () => void }} props */
 function ExportDialog({ run, checkpoint, onClose }) {
   const navigate = useNavigation();
-  const action = useAction();
   const isAdapter = run.config.method !== 'full' && (run.effective_config ?? run.config).lora_r != null;
   const [output, setOutput] = useState(run.config.output ?? 'adapter');
-  const exportCheckpoint = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    action.run(async () => {
-      const exportRun = await post(
-        `/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`,
-        isAdapter ? { output } : {},
-        {
-          'Idempotency-Key': createIdempotencyKey(),
-        },
-      );
-      navigate(`/runs/${exportRun.id}`);
-    });
+  const exportCheckpoint = async () => {
+    const path = `/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`;
+    const body = isAdapter ? { output } : {};
+    const exportRun = await post(path, body, { 'Idempotency-Key': createIdempotencyKey() });
+    navigate(`/runs/${exportRun.id}`);
   };
-  return html`<${Dialog} title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`} onClose=${onClose}>
-    <form class="stackform" onSubmit=${exportCheckpoint}>
-      <p class="muted">
-        A short run writes the model; its files are the output of that run, and its ID can be the base model of others.
-      </p>
-      ${isAdapter && html`<div class="f">
-        <label for="form">Form</label>
-        <select id="form" value=${output} onChange=${(/** @type {any} */ event) => setOutput(event.target.value)}>
-          <option value="adapter">Adapter</option>
-          <option value="merged">Merged into the base model</option>
-        </select>
-      </div>`}
-      <${ErrorText} error=${action.error} />
-      <footer>
-        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary" disabled=${action.busy}>Export</button>
-      </footer>
-    </form>
+  return html`<${FormDialog}
+    title=${`Export the checkpoint of step ${format.integer(checkpoint.step)}`}
+    verb="Export"
+    onSubmit=${exportCheckpoint}
+    onClose=${onClose}
+  >
+    <p class="muted">
+      A short run writes the model; its files are the output of that run, and its ID can be the base model of others.
+    </p>
+    ${isAdapter && html`<div class="f">
+      <label for="form">Form</label>
+      <select id="form" value=${output} onChange=${(/** @type {any} */ event) => setOutput(event.target.value)}>
+        <option value="adapter">Adapter</option>
+        <option value="merged">Merged into the base model</option>
+      </select>
+    </div>`}
   <//>`;
 }

@@ -3,11 +3,11 @@
 import { html, useState } from '../../vendor/preact.js';
 import { sendRequest, get, post } from '../api.js';
 import { Chip, Copy, Dialog, Menu } from '../components/controls.js';
+import { DeleteDialog, FormDialog } from '../components/dialogs.js';
 import { Icon } from '../components/icon.js';
-import { ErrorText, Prose } from '../components/states.js';
+import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
-import { useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 import { ActionDialog } from './actions.js';
 import { describeResources } from './resources.js';
@@ -206,7 +206,7 @@ function ActionsMenu({ store }) {
       onSave=${updateRun}
       onClose=${() => setOpenDialog(null)}
     />`}
-    ${openDialog === 'delete' && html`<${DeleteDialog} run=${run} onClose=${() => setOpenDialog(null)} />`}
+    ${openDialog === 'delete' && html`<${DeleteRun} run=${run} onClose=${() => setOpenDialog(null)} />`}
     ${openDialog && !['rename', 'priority', 'delete'].includes(openDialog) && html`<${ActionDialog}
       store=${store}
       action=${openDialog}
@@ -230,102 +230,71 @@ export const ErrorDialog = ({ error, onClose }) => html`<${Dialog} title="The re
 function RenameDialog({ run, onSave, onClose }) {
   const [name, setName] = useState(run.name);
   const [tags, setTags] = useState(run.tags.join(', '));
-  const action = useAction();
-  const save = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    action.run(async () => {
-      await onSave({
-        name: name.trim(),
-        tags: tags
-          .split(',')
-          .map((/** @type {string} */ tag) => tag.trim())
-          .filter(Boolean),
-      });
-      onClose();
+  const save = async () => {
+    await onSave({
+      name: name.trim(),
+      tags: tags
+        .split(',')
+        .map((/** @type {string} */ tag) => tag.trim())
+        .filter(Boolean),
     });
+    onClose();
   };
-  return html`<${Dialog} title="Rename the run" onClose=${onClose}>
-    <form class="stackform" onSubmit=${save}>
-      <div class="f">
-        <label for="run-name">Name</label>
-        <input
-          id="run-name"
-          type="text"
-          required
-          maxlength="200"
-          value=${name}
-          onInput=${(/** @type {any} */ event) => setName(event.target.value)}
-        />
-      </div>
-      <div class="f">
-        <label for="run-tags">Tags</label>
-        <input
-          id="run-tags"
-          type="text"
-          value=${tags}
-          onInput=${(/** @type {any} */ event) => setTags(event.target.value)}
-        />
-        <p class="hint">Separated by commas.</p>
-      </div>
-      <${ErrorText} error=${action.error} />
-      <footer>
-        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary" disabled=${action.busy}>Save</button>
-      </footer>
-    </form>
+  return html`<${FormDialog} title="Rename the run" onSubmit=${save} onClose=${onClose}>
+    <div class="f">
+      <label for="run-name">Name</label>
+      <input
+        id="run-name"
+        type="text"
+        required
+        maxlength="200"
+        value=${name}
+        onInput=${(/** @type {any} */ event) => setName(event.target.value)}
+      />
+    </div>
+    <div class="f">
+      <label for="run-tags">Tags</label>
+      <input
+        id="run-tags"
+        type="text"
+        value=${tags}
+        onInput=${(/** @type {any} */ event) => setTags(event.target.value)}
+      />
+      <p class="hint">Separated by commas.</p>
+    </div>
   <//>`;
 }
 
 /** @param {{ run: api.Run, onSave: (changes: object) => Promise<void>, onClose: () => void }} props */
 function PriorityDialog({ run, onSave, onClose }) {
   const [priority, setPriority] = useState(String(run.priority));
-  const action = useAction();
-  const save = (/** @type {Event} */ event) => {
-    event.preventDefault();
-    action.run(async () => {
-      await onSave({ priority: Number(priority) });
-      onClose();
-    });
+  const save = async () => {
+    await onSave({ priority: Number(priority) });
+    onClose();
   };
-  return html`<${Dialog} title="Change the priority" onClose=${onClose}>
-    <form class="stackform" onSubmit=${save}>
-      <div class="f">
-        <label for="run-priority">Priority</label>
-        <input
-          id="run-priority"
-          type="number"
-          min="-1000"
-          max="1000"
-          required
-          value=${priority}
-          onInput=${(/** @type {any} */ event) => setPriority(event.target.value)}
-        />
-        <p class="hint">Runs with higher priority start first.</p>
-      </div>
-      <${ErrorText} error=${action.error} />
-      <footer>
-        <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-        <button class="btn primary" disabled=${action.busy}>Save</button>
-      </footer>
-    </form>
+  return html`<${FormDialog} title="Change the priority" onSubmit=${save} onClose=${onClose}>
+    <div class="f">
+      <label for="run-priority">Priority</label>
+      <input
+        id="run-priority"
+        type="number"
+        min="-1000"
+        max="1000"
+        required
+        value=${priority}
+        onInput=${(/** @type {any} */ event) => setPriority(event.target.value)}
+      />
+      <p class="hint">Runs with higher priority start first.</p>
+    </div>
   <//>`;
 }
 
 /** @param {{ run: api.Run, onClose: () => void }} props */
-function DeleteDialog({ run, onClose }) {
-  const navigate = useNavigation();
-  const action = useAction();
-  const deleteRun = () =>
-    action.run(async () => {
-      await sendRequest('DELETE', `/v1/runs/${run.id}`);
-      navigate('/', { replace: true });
-    });
-  return html`<${Dialog} title="Delete this run?" onClose=${onClose}>
-    <p>${run.name} is deleted with its events, checkpoints and output. This cannot be undone.</p>
-    <${ErrorText} error=${action.error} />
-    <footer>
-      <button type="button" class="btn" onClick=${onClose}>Cancel</button>
-      <button type="button" class="btn danger" disabled=${action.busy} onClick=${deleteRun}>Delete the run</button>
-    </footer>
-  <//>`;
-}
+const DeleteRun = ({ run, onClose }) => html`<${DeleteDialog}
+  what="run"
+  path=${`/v1/runs/${run.id}`}
+  nextPage="/"
+  onClose=${onClose}
+>
+  ${run.name} is deleted with its events, checkpoints and output.
+<//>`;
