@@ -4,7 +4,7 @@ import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import * as format from '../format.js';
 import { useResource, useSettled } from '../resource.js';
-import { describeError, showError, Words } from './fields.js';
+import { fieldAttributes, RequestField, Words } from './fields.js';
 
 /** @import * as api from '../api_types.js' */
 
@@ -52,12 +52,18 @@ export function Basics({ values, config, errors, onValue, onModel }) {
       </option>`,
     ),
   ];
+  const attributes = (/** @type {string} */ path) => fieldAttributes(errors, path);
+  const field = { errors, wide: true };
   return html`
-    <div class="f w6">
-      <label for="field-base_model" title="base_model">Base model</label>
+    <${RequestField}
+      ...${field}
+      path="config.base_model"
+      title="base_model"
+      label="Base model"
+      hint="A folder below the models root, a model of the hub, or the ID of a finished run."
+    >
       <input
-        id="field-base_model"
-        ...${describeError(errors, 'config.base_model')}
+        ...${attributes('config.base_model')}
         type="text"
         list="models"
         required
@@ -71,27 +77,25 @@ export function Basics({ values, config, errors, onValue, onModel }) {
           (/** @type {api.RunRow} */ run) => html`<option value=${run.id}>${`output of ${run.name}`}</option>`,
         )}
       </datalist>
-      ${showError(errors, 'config.base_model') ||
-      html`<p class="hint">A folder below the models root, a model of the hub, or the ID of a finished run.</p>`}
-    </div>
-    <div class="f w6">
-      <label for="field-name" title="name">Name</label>
+    <//>
+    <${RequestField} ...${field} path="name" label="Name">
       <input
-        id="field-name"
-        ...${describeError(errors, 'name')}
+        ...${attributes('name')}
         type="text"
         maxlength="200"
         placeholder="method and model"
         value=${values.name ?? ''}
         onInput=${setFromEvent('name')}
       />
-      ${showError(errors, 'name')}
-    </div>
-    <div class="f w6">
-      <label for="field-dataset_id" title="dataset_id">Dataset</label>
+    <//>
+    <${RequestField}
+      ...${field}
+      path="dataset_id"
+      label="Dataset"
+      hint=${html`<a href="/datasets">Upload another one</a>`}
+    >
       <select
-        id="field-dataset_id"
-        ...${describeError(errors, 'dataset_id')}
+        ...${attributes('dataset_id')}
         required
         value=${values.dataset_id ?? ''}
         onChange=${setFromEvent('dataset_id')}
@@ -99,7 +103,6 @@ export function Basics({ values, config, errors, onValue, onModel }) {
         <option value="">Choose …</option>
         ${options}
       </select>
-      ${showError(errors, 'dataset_id') || html`<p class="hint"><a href="/datasets">Upload another one</a></p>`}
       ${(datasets.data?.has_more || searchText) && html`<input
         type="search"
         class="small"
@@ -108,25 +111,20 @@ export function Basics({ values, config, errors, onValue, onModel }) {
         value=${searchText}
         onInput=${(/** @type {any} */ event) => setSearchText(event.target.value)}
       />`}
-    </div>
-    <div class="f w6">
-      <label for="field-eval_dataset_id" title="eval_dataset_id">Eval dataset</label>
+    <//>
+    <${RequestField} ...${field} path="eval_dataset_id" label="Eval dataset">
       <select
-        id="field-eval_dataset_id"
-        ...${describeError(errors, 'eval_dataset_id')}
+        ...${attributes('eval_dataset_id')}
         value=${values.eval_dataset_id ?? ''}
         onChange=${setFromEvent('eval_dataset_id')}
       >
         <option value="">none</option>
         ${options}
       </select>
-      ${showError(errors, 'eval_dataset_id')}
-    </div>
-    <div class="f w6">
-      <label for="field-experiment_id" title="experiment_id">Experiment</label>
+    <//>
+    <${RequestField} ...${field} path="experiment_id" label="Experiment">
       <select
-        id="field-experiment_id"
-        ...${describeError(errors, 'experiment_id')}
+        ...${attributes('experiment_id')}
         value=${values.experiment_id ?? ''}
         onChange=${setFromEvent('experiment_id')}
       >
@@ -135,18 +133,13 @@ export function Basics({ values, config, errors, onValue, onModel }) {
           .filter((/** @type {any} */ experiment) => experiment.id !== DEFAULT_EXPERIMENT)
           .map((/** @type {any} */ experiment) => html`<option value=${experiment.id}>${experiment.name}</option>`)}
       </select>
-      ${showError(errors, 'experiment_id')}
-    </div>
-    <div class="f w6">
-      <label for="field-tags" title="tags">Tags</label>
+    <//>
+    <${RequestField} ...${field} path="tags" label="Tags" hint="Separated by commas.">
       <${Words}
-        id="field-tags"
-        ...${describeError(errors, 'tags')}
+        ...${attributes('tags')}
         words=${values.tags ?? []}
         onWords=${(/** @type {string[]} */ tags) => onValue('tags', tags)}
       />
-      <p class="hint">Separated by commas.</p>
-      ${showError(errors, 'tags')}
-    </div>
+    <//>
   `;
 }

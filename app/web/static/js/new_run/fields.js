@@ -16,7 +16,7 @@ const WITH_OWN_CONTROL = new Set(['base_model', 'method']);
  * @param {Map<string, string>} errors By name of the field.
  * @param {string} name
  */
-export const showError = (errors, name) =>
+const showError = (errors, name) =>
   errors.get(name) && html`<p class="err" id=${`error-${name}`}><${Prose} text=${errors.get(name)} /></p>`;
 
 /**
@@ -24,8 +24,32 @@ export const showError = (errors, name) =>
  * @param {Map<string, string>} errors By name of the field.
  * @param {string} name
  */
-export const describeError = (errors, name) =>
+const describeError = (errors, name) =>
   errors.has(name) ? { 'aria-invalid': 'true', 'aria-describedby': `error-${name}` } : {};
+
+/**
+ * A control of the request with its label, and below it the error of its field, or a hint.
+ * @param {{
+ *   path: string, label: string, errors: Map<string, string>, children: any, hint?: any, title?: string, wide?: boolean,
+ * }} props `path`: name of the field in the request; `title`: the same as users know it.
+ */
+export const RequestField = ({ path, label, errors, children, hint, title = path, wide }) => html`<div
+  class=${wide ? 'f w6' : 'f'}
+>
+  <label for=${fieldId(path)} title=${title}>${label}</label>
+  ${children}
+  ${showError(errors, path) || (hint && html`<p class="hint">${hint}</p>`)}
+</div>`;
+
+/**
+ * Attributes of the control in a `RequestField`.
+ * @param {Map<string, string>} errors By name of the field.
+ * @param {string} path
+ */
+export const fieldAttributes = (errors, path) => ({ id: fieldId(path), ...describeError(errors, path) });
+
+/** @param {string} path */
+const fieldId = (path) => `field-${path.split('.').at(-1)}`;
 
 /**
  * A row of tiles, of which one is chosen.

@@ -3,7 +3,8 @@
 import { html, useEffect, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { colorOf, LineChart } from '../components/chart.js';
-import { Chip, Choice, Copy, Dialog } from '../components/controls.js';
+import { axisFormats, ChartControls, readChartSettings } from '../components/chart_controls.js';
+import { Chip, Copy, Dialog } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
 import { Empty, ErrorText, Failure, Loading, Prose } from '../components/states.js';
 import { computeExtent, computePositions } from '../curves.js';
@@ -18,11 +19,6 @@ const MOST_RUNS = 20;
 const MOST_POINTS = 1000;
 const LIVE_EVERY_MS = 5000;
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
-const AXES = /** @type {[string, string][]} */ ([
-  ['step', 'Step'],
-  ['epoch', 'Epoch'],
-  ['time', 'Time'],
-]);
 /** Curves that can be shown: series, title, format. */
 const CURVES = /** @type {[string, string, (value: number | null | undefined) => string][]} */ ([
   ['loss', 'Train loss', format.loss],
@@ -132,11 +128,8 @@ export default function Compare() {
 
 /** @param {{ runs: any[], everyMs: number | undefined }} props */
 function Curves({ runs, everyMs }) {
-  const params = query.value;
-  const axis = /** @type {import('../curves.js').Axis} */ (params.get('axis') ?? 'step');
-  const smoothing = Number(params.get('smoothing') ?? 0.6);
-  const logScale = params.get('log') === '1';
-  const chosenCurves = params.getAll('curve');
+  const { axis, smoothing, logScale } = readChartSettings();
+  const chosenCurves = query.value.getAll('curve');
   const rewardedCount = runs.filter((run) => isRewarded(run.method)).length;
   const defaultCurves = [
     ...(rewardedCount < runs.length ? ['loss', 'eval_loss'] : []),
@@ -175,42 +168,8 @@ function Curves({ runs, everyMs }) {
     return { name, text, numbers, curves };
   });
   const extent = computeExtent(charts.flatMap(({ curves }) => curves.map((curve) => curve.x)));
-  const axisFormat =
-    axis === 'epoch'
-      ? { position: (/** @type {number} */ position) => `epoch ${position.toFixed(2)}` }
-      : axis === 'time'
-        ? { position: format.duration, ticks: format.duration }
-        : {};
   return html`
-    <div class="chartbar">
-      <span class="row">
-        Along <${Choice}
-          label="Horizontal axis"
-          value=${axis}
-          options=${AXES}
-          onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value })}
-        />
-      </span>
-      <label>
-        Smoothing <input
-          type="range"
-          min="0"
-          max="0.99"
-          step="0.01"
-          value=${smoothing}
-          onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })}
-        />
-        <span class="num">${smoothing.toFixed(2)}</span>
-      </label>
-      <label class="check">
-        <input
-          type="checkbox"
-          checked=${logScale}
-          onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })}
-        />
-        Log scale
-      </label>
-      <span class="grow"></span>
+    <${ChartControls}>
       <span class="row wrap" role="group" aria-label="Curves">
         ${offeredCurves.map(
           ([name, text]) => html`<label class="check">
@@ -219,7 +178,7 @@ function Curves({ runs, everyMs }) {
           </label>`,
         )}
       </span>
-    </div>
+    <//>
     ${!curveData.data &&
     ids &&
     (curveData.error
@@ -240,7 +199,7 @@ function Curves({ runs, everyMs }) {
               curves=${curves}
               smoothing=${name.startsWith('eval') || name === 'learning_rate' ? 0 : smoothing}
               logScale=${logScale && name !== 'learning_rate'}
-              ...${axisFormat}
+              ...${axisFormats(axis)}
             />`,
       )}
     </div>

@@ -3,7 +3,7 @@
 import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { LineChart } from '../components/chart.js';
-import { Choice } from '../components/controls.js';
+import { axisFormats, ChartControls, readChartSettings } from '../components/chart_controls.js';
 import { Loading } from '../components/states.js';
 import {
   createSeries,
@@ -22,12 +22,6 @@ import { READ_POINTS } from '../run_store.js';
 /** @typedef {import('../run_store.js').RunStore} RunStore */
 /** @typedef {import('../curves.js').Axis} Axis */
 
-const AXES = /** @type {[string, string][]} */ ([
-  ['step', 'Step'],
-  ['epoch', 'Epoch'],
-  ['time', 'Time'],
-]);
-const DEFAULT_SMOOTHING = 0.6;
 /** Charts beside that of the losses, in order: series, title, color, format. */
 const KNOWN_CHARTS = /** @type {[string, string, string, (value: number | null | undefined) => string][]} */ ([
   ['learning_rate', 'Learning rate', '--c3', format.significant],
@@ -49,11 +43,8 @@ const PER_STEP_TITLES = {
 /** @param {{ store: RunStore }} props */
 export function Charts({ store }) {
   void store.curvesVersion.value; // draw again with new points
-  const params = query.value;
-  const axis = /** @type {Axis} */ (params.get('axis') ?? 'step');
-  const smoothing = params.has('smoothing') ? Number(params.get('smoothing')) : DEFAULT_SMOOTHING;
-  const logScale = params.get('log') === '1';
-  const zoom = parseZoom(params.get('zoom'));
+  const { axis, smoothing, logScale } = readChartSettings();
+  const zoom = parseZoom(query.value.get('zoom'));
   const [isAll, setAll] = useState(false);
 
   const starts = (store.attempts.value ?? []).map((attempt) => attempt.start_step ?? 0);
@@ -106,10 +97,7 @@ export function Charts({ store }) {
     marks: axis === 'step' ? collectMarks(store) : [],
     onZoom: (/** @type {[number, number] | null} */ range) =>
       setQuery({ zoom: range && range.map((value) => Number(value.toPrecision(6))).join(',') }),
-    ...(axis === 'epoch' ? { position: (/** @type {number} */ position) => `epoch ${position.toFixed(2)}` } : {}),
-    ...(axis === 'time'
-      ? { position: (/** @type {number} */ position) => format.duration(position), ticks: format.duration }
-      : {}),
+    ...axisFormats(axis),
   };
   const byReward = isRewarded(store.run.value.config.method) && rewards.length > 0;
   const lossChart = html`<${LineChart}
@@ -142,39 +130,11 @@ export function Charts({ store }) {
       ? html`<${Loading} what="curves" />`
       : html`<p class="box state muted">Curves appear with the first logged step.</p>`;
   return html`<div>
-    <div class="chartbar">
-      <span class="row">
-        Along <${Choice}
-          label="Horizontal axis"
-          value=${axis}
-          options=${AXES}
-          onChange=${(/** @type {string} */ value) => setQuery({ axis: value === 'step' ? null : value, zoom: null })}
-        />
-      </span>
-      <label>
-        Smoothing <input
-          type="range"
-          min="0"
-          max="0.99"
-          step="0.01"
-          value=${smoothing}
-          onInput=${(/** @type {any} */ event) => setQuery({ smoothing: event.target.value })}
-        />
-        <span class="num">${smoothing.toFixed(2)}</span>
-      </label>
-      <label class="check">
-        <input
-          type="checkbox"
-          checked=${logScale}
-          onChange=${(/** @type {any} */ event) => setQuery({ log: event.target.checked ? 1 : null })}
-        />
-        Log scale
-      </label>
-      <span class="grow"></span>
+    <${ChartControls}>
       ${zoom
         ? html`<button type="button" class="btn small" onClick=${() => setQuery({ zoom: null })}>Show all</button>`
         : html`<span class="faint hide-s">Drag to zoom, double-click to show all</span>`}
-    </div>
+    <//>
     <div class="charts">
       ${byReward ? [rewardChart, lossChart] : [lossChart, rewardChart]}
       ${shownCharts.map(
