@@ -11,7 +11,6 @@ from sqlalchemy import Engine, update
 
 from anneal.client.client import Anneal
 from anneal.contracts.training_config.fields import TrainerOptions
-from app.config import Settings
 from app.infra.db import sync_engine
 from app.tables.runs import Attempt
 from tests.factories import Trainer, count_runs, make_dataset, make_experiment, make_model, mark_run
@@ -23,16 +22,6 @@ _CONFIG = {
     "num_attention_heads": 2, "max_position_embeddings": 256, "torch_dtype": "float32",
 }  # fmt: skip
 _MEASURED = {"step_seconds": 0.4, "data_seconds": 0.1, "tokens_per_second": 1000.0, "gpu_memory_reserved_mb": 950.0}
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    return emptied_api
 
 
 @pytest.fixture

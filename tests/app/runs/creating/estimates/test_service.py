@@ -4,70 +4,24 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from sqlalchemy import Engine, insert, text, update
+from sqlalchemy import Engine, text, update
 
 from anneal.client.client import Anneal
 from app.config import Settings
 from app.infra.db import sync_engine
-from app.runs.creating.estimates import history, hub_config, service
+from app.runs.creating.estimates import service
 from app.runs.creating.validation import models
 from app.runs.creating.validation import request as validation
-from app.runs.queue.durations import similarity_key
-from app.tables.runs import AttemptTimings, StoredEstimate
-from app.tables.workers import Device
-from tests.app import hub_server
+from app.tables.runs import StoredEstimate
+from tests.app.runs.creating.estimates.estimating import QWEN, estimated, gpu
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.rows import add_worker
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import HeldCalls, eventually
-
-# Qwen3-8B, as its config.json has it.
-_CONFIG = {
-    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
-}  # fmt: skip
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    return emptied_api
-
-
-@pytest.fixture
-def engine(api: ApiServer) -> Iterator[Engine]:
-    engine = sync_engine(api.settings.database_url or "")
-    (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
-    yield engine
-    engine.dispose()
-
-
-def gpu(
-    engine: Engine, memory_mb: int, name: str = "NVIDIA H100", devices: int = 1, packages: list[str] | None = None
-) -> None:
-    """A worker with GPUs of that memory."""
-    worker = add_worker(engine, devices, backends=["celery"], packages=packages)
-    is_it = update(Device).where(Device.worker_id == worker)
-    with engine.begin() as connection:
-        connection.execute(is_it.values(kind="cuda", name=name, memory_mb=memory_mb))
-
-
-def estimated(api: ApiServer, dataset: str, resources: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-    """What POST /v1/runs/estimate answers for a run on that model."""
-    body = {"dataset_id": dataset, "config": {"base_model": "qwen", **config}, "resources": resources or {}}
-    answer = api.client.post("/v1/runs/estimate", json=body)
-    assert answer.status_code == 200, answer.text
-    estimate: dict[str, Any] = answer.json()
-    return estimate
 
 
 def test_a_run_is_counted_without_being_made(api: ApiServer, engine: Engine) -> None:
@@ -108,7 +62,7 @@ def test_memory_of_base_with_quantized_files_is_that_of_these(api: ApiServer, en
     gpu(engine, 81_559)
     eight_bit = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (make_model(api.settings, "stored") / "config.json").write_text(
-        json.dumps({**_CONFIG, "quantization_config": eight_bit})
+        json.dumps({**QWEN, "quantization_config": eight_bit})
     )
     dataset = make_dataset(engine)
     stored = estimated(api, dataset, base_model="stored", max_steps=10)
@@ -186,18 +140,6 @@ def test_the_estimate_is_for_a_device_that_the_request_allows(api: ApiServer, en
     assert stored["device"]["name"] == "NVIDIA A10"
 
 
-def trained(engine: Engine, run: dict[str, Any], device: str, rate: float, length: int = 25) -> None:
-    """The run has trained, at so many tokens a second on texts of that length, and is over."""
-    trainer = Trainer(engine, run["id"], devices=run["resources"]["devices"])
-    trainer.begin()
-    facts = {"device": device, "flops_per_token_hardware": 1e9, "flops_sequence_length": length}
-    trainer.events("config", {"facts": facts, "effective": run["config"]})
-    trainer.metric(1, loss=1.0, extra={"tokens_per_second": rate})
-    pace = {"similarity_key": similarity_key("celery", run["config"]), "measured_at": datetime.now(UTC), "timings": {}}
-    with engine.begin() as connection:
-        connection.execute(insert(AttemptTimings).values(run_id=run["id"], attempt=trainer.attempt, **pace))
-
-
 @pytest.mark.parametrize(
     ("file", "says"),
     [
@@ -214,62 +156,6 @@ def test_unknown_estimate_is_null_with_its_reason(api: ApiServer, engine: Engine
     assert [estimate[name] for name in ("parameters", "memory_mb", "seconds", "cost")] == [None] * 4
     assert {item["field"] for item in estimate["unknown"]} >= {"memory_mb", "seconds"}
     assert json.dumps(estimate).count(says) == 1 and says in estimate["unknown"][0]["reason"]
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
-    hub_config._answers.clear()
-    with hub_server.running() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
-        yield server
-    hub_config._answers.clear()
-
-
-def test_a_hub_model_is_estimated_from_its_configuration_before_any_download(
-    api: ApiServer, engine: Engine, hub: hub_server.Hub
-) -> None:
-    dataset = make_dataset(engine)
-    hub.files["/org/qwen/resolve/v1/config.json"] = json.dumps(_CONFIG).encode()
-    of_hub, local = (estimated(api, dataset, **named) for named in ({"base_model": "org/qwen", "revision": "v1"}, {}))
-    assert of_hub["parameters"] == local["parameters"] and of_hub["memory_mb"] == local["memory_mb"]
-    assert estimated(api, dataset, base_model="org/qwen", revision="v1")["memory_mb"] == local["memory_mb"]
-    assert hub.asked == ["/org/qwen/resolve/v1/config.json"], "one small file, once"
-    config = {"base_model": "org/qwen", "revision": "v1"}
-    run = make_run(api.client, dataset, backend="celery", config=config)
-    assert run["requirements"]["estimated_mb"] == {}
-    read = eventually(lambda: api.client.get(f"/v1/runs/{run['id']}").json()["requirements"]["estimated_mb"])
-    assert 4_000 < read["cuda"] < 16_000
-
-
-@pytest.mark.parametrize(
-    ("content", "redirect", "says"),
-    [
-        (None, None, "no model 'org/m' with a config.json"),
-        (b"[" * 3_000_000, None, "more than 1,048,576 bytes"),
-        (b"[1]", None, "is not a JSON object"),
-        (b"{", None, "is not valid JSON"),
-        (b"", "http://10.0.0.1/config.json", "private network address"),
-    ],
-    ids=["missing", "large", "list", "broken", "private"],
-)
-def test_a_hub_model_whose_configuration_cannot_be_read_is_not_guessed(
-    api: ApiServer, engine: Engine, hub: hub_server.Hub, content: bytes | None, redirect: str | None, says: str
-) -> None:
-    path = "/org/m/resolve/main/config.json"
-    if content is not None:
-        hub.files[path] = content
-    if redirect is not None:
-        hub.redirects[path] = redirect
-    estimate = estimated(api, make_dataset(engine), base_model="org/m")
-    assert estimate["memory_mb"] is None and says in estimate["unknown"][0]["reason"]
-
-
-def test_an_offline_hub_is_not_asked(
-    api: ApiServer, engine: Engine, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    estimate = estimated(api, make_dataset(engine), base_model="org/m")
-    assert "HF_HUB_OFFLINE is set" in estimate["unknown"][0]["reason"] and hub.asked == []
 
 
 def test_steps_and_tokens_are_reported_without_the_model(api: ApiServer, engine: Engine) -> None:
@@ -295,131 +181,6 @@ def test_a_run_that_would_be_refused_is_refused(api: ApiServer, engine: Engine) 
     body = {"dataset_id": make_dataset(engine), "config": {"base_model": "qwen", "lora_r": 0}}
     answer = api.client.post("/v1/runs/estimate", json=body)
     assert answer.status_code == 422 and answer.json()["errors"][0]["field"] == "config.lora_r"
-
-
-def test_time_comes_from_runs_that_were_there_before(
-    api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history, "_LATEST", 3)
-    dataset = make_dataset(engine)
-    config = {"base_model": "qwen", "max_steps": 100}
-    trained(engine, make_run(api.client, dataset, backend="celery", config=config), "cpu", 50.0)
-    # However many others have trained since.
-    for at in range(4):
-        other = {**config, "base_model": f"other-{at}"}
-        (make_model(api.settings, f"other-{at}") / "config.json").write_text(json.dumps(_CONFIG))
-        trained(engine, make_run(api.client, dataset, backend="celery", config=other), "cpu", 10.0)
-    same = estimated(api, dataset, max_steps=100)
-    assert same["confidence"]["seconds"] == "history"
-    assert same["seconds"] == pytest.approx(same["tokens"] / 50, rel=0.01)
-    other = estimated(api, dataset, max_steps=100, method="lora")
-    assert other["confidence"]["seconds"] == "comparable"
-    assert other["seconds"] == pytest.approx(other["flops"] / 10e9, rel=0.01)
-
-
-_SCALED = "assumed to be inversely proportional to the number of devices"
-
-
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
-@pytest.mark.parametrize("method", ["sft", "full"], ids=["history", "comparable"])
-def test_the_speed_of_earlier_runs_counts_for_each_of_their_devices(
-    api: ApiServer, engine: Engine, method: str, sequence_parallel: int
-) -> None:
-    dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
-    on_two = {"devices": 2, "sequence_parallel": sequence_parallel}
-    trained(engine, make_run(api.client, dataset, backend="celery", config=config, resources=on_two), "cpu", 50.0)
-    with_one, with_two = (
-        estimated(api, dataset, {"devices": devices}, **{**config, "method": method}) for devices in (1, 2)
-    )
-    is_same = method == "sft"
-    assert {found["confidence"]["seconds"] for found in (with_one, with_two)} == {
-        "history" if is_same else "comparable"
-    }
-    assert with_one["seconds"] == pytest.approx(
-        with_one["tokens"] / 25 if is_same else with_one["flops"] / 25e9, rel=0.01
-    )
-    assert with_two["seconds"] == pytest.approx(
-        with_two["tokens"] / 50 if is_same else with_two["flops"] / 50e9, rel=0.01
-    )
-    assert [_SCALED in " ".join(found["assumptions"]) for found in (with_one, with_two)] == [True, False]
-
-
-def test_runs_on_as_many_devices_give_the_speed_where_there_are_any(api: ApiServer, engine: Engine) -> None:
-    dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
-    for devices, rate in ((2, 80.0), (1, 50.0), (1, 50.0)):
-        run = make_run(api.client, dataset, backend="celery", config=config, resources={"devices": devices})
-        trained(engine, run, "cpu", rate)
-    estimate = estimated(api, dataset, {"devices": 2}, **config)
-    assert estimate["seconds"] == pytest.approx(estimate["tokens"] / 80, rel=0.01)
-    assert any(
-        "1 earlier run of the same" in one and "40 tokens per second per" in one for one in estimate["assumptions"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "length", "source"),
-    [
-        ({"max_steps": 5}, {}, 13, "history"),
-        ({}, {"lora_r": 64}, 50, "history"),
-        ({"max_seq_length": 512}, {}, 51, "comparable"),
-        ({}, {}, 12, "comparable"),
-        ({"lora_r": None}, {}, 25, "comparable"),
-        ({}, {"load_in_4bit": False}, 25, "comparable"),
-        ({"packing": True, "max_seq_length": 512}, {"packing": True, "max_seq_length": 1024}, 10, "history"),
-        ({"packing": True, "max_seq_length": 512}, {"packing": True, "max_seq_length": 2048}, 25, "comparable"),
-    ],
-)
-def test_runs_of_the_same_model_with_other_work_are_only_comparable(
-    api: ApiServer, engine: Engine, then: dict[str, Any], now: dict[str, Any], length: int, source: str
-) -> None:
-    dataset = make_dataset(engine)  # by its bytes, of 25 tokens a row
-    config = {"base_model": "qwen", "method": "sft", **then}
-    trained(engine, make_run(api.client, dataset, backend="celery", config=config), "cpu", 50.0, length)
-    estimate = estimated(api, dataset, method="sft", max_steps=100, **now)
-    assert estimate["confidence"]["seconds"] == source
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    ("facts", "effective", "rate"),
-    [
-        pytest.param(
-            {"flops_sequence_length": "64", "flops_per_token_hardware": "x"}, {}, 50.0, marks=pytest.mark.full
-        ),
-        ({"flops_sequence_length": [], "flops_per_token_hardware": True}, {"lora_r": [1], "packing": {}}, 50.0),
-        ({"flops_per_token_hardware": 1e300}, {}, 1e300),
-        pytest.param({"flops_per_token_hardware": 1e-300}, {}, 1e-10, marks=pytest.mark.full),
-        ({}, {"packing": True, "max_seq_length": "512"}, 50.0),
-        ({}, {}, -5.0),
-        pytest.param({}, {}, 1e-320, marks=pytest.mark.full),
-        ({}, {}, 1e308),
-        pytest.param([1], [2], 50.0, marks=pytest.mark.full),
-        ("facts", None, 50.0),
-    ],
-)
-def test_what_a_trainer_has_forged_changes_no_estimate_of_others(
-    api: ApiServer, engine: Engine, facts: Any, effective: Any, rate: float, count: int
-) -> None:
-    """Stored as by an earlier version, which did not check facts; metrics are stored as they are reported."""
-    dataset, config = make_dataset(engine), {"base_model": "qwen", "method": "sft", "max_steps": 100}
-    for _ in range(count):
-        run = make_run(api.client, dataset, backend="celery", config=config)
-        trainer = Trainer(engine, run["id"]).begin()
-        if isinstance(facts, dict):
-            facts = {"device": "cpu", "flops_per_token_hardware": 1e9, "flops_sequence_length": 25, **facts}
-        if isinstance(effective, dict):
-            effective = run["config"] | effective
-        trainer.events("config", {"facts": facts, "effective": effective})
-        trainer.metric(1, loss=1.0, extra={"tokens_per_second": rate})
-        pace = {"similarity_key": similarity_key("celery", run["config"]), "measured_at": datetime.now(UTC)}
-        with engine.begin() as connection:
-            connection.execute(insert(AttemptTimings).values(run_id=run["id"], attempt=1, timings={}, **pace))
-    for method in ("sft", "full"):
-        estimate = estimated(api, dataset, max_steps=100, method=method)
-        assert 0 < estimate["seconds"] < 1e9
-        if rate != 50.0:
-            assert estimate["confidence"]["seconds"] == "assumed"
-    assert api.client.get(f"/v1/runs/{run['id']}").status_code == 200
 
 
 def test_an_estimate_stays_beside_what_was_measured(api: ApiServer, engine: Engine) -> None:
@@ -506,7 +267,7 @@ def test_estimate_of_a_data_source_has_memory_only_and_assumes_a_plugin_optimize
 def test_an_hour_has_its_price(settings: Settings) -> None:
     with ThreadServer(settings.model_copy(update={"gpu_hour_price": 3.6, "price_currency": "CHF"})) as api:
         engine = sync_engine(settings.database_url or "")
-        (make_model(settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+        (make_model(settings, "qwen") / "config.json").write_text(json.dumps(QWEN))
         gpu(engine, 81_559, devices=2)
         dataset = make_dataset(engine)
         on_one, on_two = (estimated(api, dataset, {"devices": devices}, max_steps=100) for devices in (1, 2))
@@ -519,7 +280,7 @@ def test_gpu_that_no_worker_has_is_estimated_with_its_memory_its_speed_and_its_p
     prices = {"gpu_hour_price": 1.0, "gpu_hour_prices": "H100=3.6, RTX 4090 = 0.4"}
     with ThreadServer(settings.model_copy(update=prices)) as api:
         engine = sync_engine(settings.database_url or "")
-        (make_model(settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+        (make_model(settings, "qwen") / "config.json").write_text(json.dumps(QWEN))
         gpu(engine, 6_000, "NVIDIA T4")
         engine.dispose()
         base = {"dataset_size": {"rows": "10k", "mean_tokens": 300}, "config": {"base_model": "qwen", "epochs": 1}}
@@ -581,7 +342,7 @@ def test_price_that_cannot_be_read_is_refused_at_the_start(prices: str) -> None:
 
 
 def test_the_command_shows_it_as_tables_and_as_json(anneal: Any, run_file: Any, api: ApiServer) -> None:
-    (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(_CONFIG))
+    (make_model(api.settings, "qwen") / "config.json").write_text(json.dumps(QWEN))
     sets = ["--set", "backend=celery", "--set", "config.base_model=qwen", "--set", "config.max_steps=5"]
     shown = anneal("runs", "estimate", "-f", str(run_file), *sets)
     assert "43,646,976 of 8,190,735,360 parameters" in shown.stdout and "quantization constants" in shown.stdout
