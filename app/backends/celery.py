@@ -13,7 +13,7 @@ from anneal.contracts.backends import BackendRules, TrainingBackend
 from anneal.contracts.errors import FieldError
 from anneal.contracts.schemas.checkpoints import CheckpointExport
 from anneal.contracts.schemas.estimates import RunEstimate
-from anneal.contracts.schemas.runs.placement import ResourceRequest
+from anneal.contracts.schemas.runs.placement import ResourceRequest, Resources
 from anneal.contracts.schemas.runs.reads import RunRead, TrainingRun
 from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
 from anneal.contracts.stop import StopMode
@@ -26,9 +26,11 @@ from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs.creating.creation import RunTransaction, create_run
 from app.runs.creating.estimates import service as estimates
+from app.runs.creating.estimates.inputs import Subject
 from app.runs.creating.estimates.store import estimate_and_store
 from app.runs.creating.evaluation import create_evaluation
 from app.runs.creating.export import create_export
+from app.runs.creating.plan import RunPlan
 from app.runs.creating.resume import resume_run
 from app.runs.creating.validation.config import config_problems
 from app.runs.creating.validation.result import validation_failed
@@ -39,7 +41,7 @@ from app.runs.reading import serializers
 from app.runs.reading.logs import lines
 from app.runs.state import service
 from app.tables.runs import Run
-from app.workers.queries import online_machines
+from app.workers.online import online_machines, read_online_workers
 
 
 class CeleryBackend(TrainingBackend[RunTransaction, Run]):
@@ -69,7 +71,8 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
         name = self.capabilities.name
         wrong_rewards = await reward_problems(self._settings, config)
         async with self._sessions() as session:
-            machines = await online_machines(session, self._settings, name, self.rules)
+            workers = await read_online_workers(session, self._settings, name)
+        machines = online_machines(workers, self.rules)
         problems, _ = await asyncio.to_thread(config_problems, self.rules, config, machines=machines)
         return problems + wrong_rewards
 
@@ -81,15 +84,14 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
                 [FieldError(field=f"config.{one.field}", code=one.code, message=one.message) for one in problems]
             )
         normalized = normalize_numbers(config)
-        user_set_fields = sorted(given_fields(normalized))
         options = normalized if self.rules.options is None else {k: v for k, v in normalized.items() if k != "extra"}
-        subject = estimates.Subject(
-            TrainingConfig.model_validate(options),
-            user_set_fields,
-            self.capabilities.name,
-            Data(dataset_size, None),
-            self.rules.loads_model,
+        plan = RunPlan(
+            backend=self.capabilities.name,
+            config=TrainingConfig.model_validate(options),
+            user_set_fields=frozenset(given_fields(normalized)),
+            resources=Resources(),
         )
+        subject = Subject(plan, Data(dataset_size, None))
         return await estimates.estimate_run(self._sessions, self._settings, self._storage, subject)
 
     async def create_run(self, transaction: RunTransaction, request: RunCreate, run_id: str | None = None) -> Run:

@@ -15,6 +15,7 @@ from app.config import Settings
 from app.estimator.model_sizes import largest_model
 from app.runs.creating.estimates.devices import online_devices
 from app.runs.creating.validation.backends import shown_backends, unavailable_reason
+from app.workers.online import read_online_workers
 
 router = APIRouter(tags=["backends"])
 
@@ -56,7 +57,7 @@ async def get_backend(name: str, session: Session, settings: CurrentSettings) ->
 
 async def _read_backend(session: AsyncSession, settings: Settings, rules: BackendRules) -> BackendRead:
     name, largest = rules.capabilities.name, None
-    devices = await online_devices(session, settings, name) if rules.loads_model else []
+    devices = online_devices(await read_online_workers(session, settings, name)) if rules.loads_model else []
     if devices and (memory := devices[0].memory_mb) is not None:
         await release_connection(session)
         largest = await asyncio.to_thread(largest_model, devices[0].kind, memory)

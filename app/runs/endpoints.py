@@ -42,8 +42,8 @@ from app.runs import bulk
 from app.runs.creating.creation import RunTransaction, check_request, find_by_idempotency_key
 from app.runs.creating.estimates import probe, store
 from app.runs.creating.estimates import service as estimates
+from app.runs.creating.estimates.inputs import Subject, read_data
 from app.runs.creating.validation.request import validate_request
-from app.runs.creating.validation.rewards import reward_problems
 from app.runs.dependencies import Backend, BackendOfRun, NewRun, backend_or_default
 from app.runs.queue.eta import EtaService
 from app.runs.reading import comparison, queries, serializers, stop_outlook
@@ -83,7 +83,7 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
             computed = await estimates.estimate_run(sessions, settings, storage, subject)
         if not body.probe:
             return Estimated(**dict(computed))
-        config = subject.config
+        config = subject.plan.config
         expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
     run = await backend_or_default(new.request, body.backend).create_run(transaction, probe.probe_request(body))
     await store.store_estimate(transaction.session, run.id, expected)
@@ -93,15 +93,14 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
 
 async def _estimate_subject(
     session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
-) -> estimates.Subject:
+) -> Subject:
     if wrong := list(_wrong_assumptions(body)):
         raise invalid(wrong)
     # An estimate must work before the weights are downloaded; a probe loads them.
-    wrong_rewards = await reward_problems(settings, body.config)
     validation = await validate_request(
-        session, settings, storage, body, wrong_rewards, needs_weights=body.probe, has_known_gpu=body.device is not None
+        session, settings, storage, body, needs_weights=body.probe, has_known_gpu=body.device is not None
     )
-    plan = validation.build_plan(body)
+    plan = validation.require_plan()
     if body.probe and not plan.rules.loads_model:
         message = f"backend `{body.backend}` loads no model, so there is nothing to measure; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])
@@ -109,9 +108,8 @@ async def _estimate_subject(
     if body.dataset_size is not None:
         data = Data(body.dataset_size.rows, None, mean=body.dataset_size.mean_tokens)
     else:
-        data = await estimates.data_of(session, body.uploaded_dataset)
-    subject = estimates.Subject.from_plan(plan, data, gpu=gpu)
-    subject = await estimates.with_sharding(session, settings, storage, subject, plan.resources)
+        data = await read_data(session, body.uploaded_dataset)
+    subject = await estimates.with_sharding(session, settings, storage, Subject(plan, data, gpu=gpu))
     if body.probe and subject.sharded:
         message = "has the whole model on one device, and the model of this run is divided among several; omit `probe`"
         raise invalid([FieldError(field="probe", code="not_supported", message=message)])

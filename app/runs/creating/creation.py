@@ -1,8 +1,6 @@
 """Create runs: validation, idempotency, default experiment and insertion."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.dialects import postgresql
@@ -15,12 +13,10 @@ from app.api.idempotency import Idempotency, idempotency_key_reused
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.runs.creating.estimates import service as estimates
-from app.runs.creating.plan import NewRun, RunPlan
+from app.runs.creating.plan import NewRun
+from app.runs.creating.requirements import estimate_requirements
 from app.runs.creating.validation.request import lock_references, validate_request
-from app.runs.creating.validation.resources import build_requirements
 from app.runs.creating.validation.result import ValidationResult
-from app.runs.creating.validation.rewards import reward_problems
 from app.runs.queue.fit import Needs, pending_reason, quota_reason
 from app.runs.queue.fleet import read_fleet
 from app.runs.state import machine
@@ -59,17 +55,16 @@ async def create_run(
 ) -> Run:
     """Create a run, or raise 422 with all errors; the same idempotency key or `run_id` returns the same run."""
     session, caller_id = transaction.session, transaction.caller_id
-    wrong_rewards = await reward_problems(settings, request.config)
-    if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
+    earlier = await find_by_idempotency_key(session, caller_id, transaction.idempotency)
+    if earlier is None and run_id is not None:
+        earlier = await session.get(Run, run_id)
+    if earlier is not None:
         return earlier
-    if run_id is not None and (known := await session.get(Run, run_id)) is not None:
-        return known
-    validation, needed = await _validate_and_warn(session, settings, storage, request, wrong_rewards, caller_id)
-    plan = validation.build_plan(request)
-    await lock_references(session, request, validation)
+    validation = await _validate_and_warn(session, settings, storage, request, caller_id)
+    plan = validation.require_plan()
+    await lock_references(session, request, plan)
     new = NewRun(
         plan=plan,
-        requirements=needed,
         experiment_id=request.experiment_id or (await default_experiment(session, caller_id)).id,
         name=request.name or f"{plan.config.method} of {plan.config.base_model}",
         id=run_id or new_id("run"),
@@ -85,8 +80,7 @@ async def check_request(
     session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate, caller_id: str
 ) -> RunCheck:
     """Validate a request as `create_run` does, without creating anything, and warn if the run could not start."""
-    wrong_rewards = await reward_problems(settings, request.config)
-    validation, _ = await _validate_and_warn(session, settings, storage, request, wrong_rewards, caller_id)
+    validation = await _validate_and_warn(session, settings, storage, request, caller_id)
     return RunCheck(
         valid=not validation.errors,
         errors=validation.errors,
@@ -96,26 +90,20 @@ async def check_request(
 
 
 async def _validate_and_warn(
-    session: AsyncSession,
-    settings: Settings,
-    storage: Storage,
-    request: RunCreate,
-    wrong_rewards: Sequence[FieldError],
-    caller_id: str | None,
-) -> tuple[ValidationResult, dict[str, Any]]:
-    """Validate a request, with a warning if its run could not start; return also what its device needs."""
-    validation = await validate_request(session, settings, storage, request, wrong_rewards)
-    if validation.errors or validation.config is None:
-        return validation, {}
-    needed = await device_requirements(session, settings, storage, validation.build_plan(request))
-    needs = Needs.of(request.backend, validation.resources.devices, validation.resources.hosts, needed)
-    waits = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
-    if waits is not None and waits.code != "no_worker":  # a warning of the validation says that
-        validation.warnings.append(FieldError(field="resources", code=waits.code, message=waits.message))
-    validation.warnings += await _quota_warnings(
-        session, caller_id, request.experiment_id, validation.resources.devices
-    )
-    return validation, needed
+    session: AsyncSession, settings: Settings, storage: Storage, request: RunCreate, caller_id: str | None
+) -> ValidationResult:
+    """Validate a request; complete a plan by what its device needs, with a warning if the run could not start."""
+    validation = await validate_request(session, settings, storage, request)
+    if (plan := validation.plan) is not None:
+        requirements = await estimate_requirements(session, settings, storage, plan)
+        validation.plan = replace(plan, requirements=requirements)
+        needs = Needs.of(plan.backend, plan.resources.devices, plan.resources.hosts, requirements)
+        reason = pending_reason(needs, await read_fleet(session, settings.lease_seconds))
+        if reason is not None and reason.code != "no_worker":  # a warning of the validation says that
+            validation.warnings.append(FieldError(field="resources", code=reason.code, message=reason.message))
+        devices = plan.resources.devices
+        validation.warnings += await _quota_warnings(session, caller_id, request.experiment_id, devices)
+    return validation
 
 
 async def _quota_warnings(
@@ -127,27 +115,8 @@ async def _quota_warnings(
     of_experiment = of_experiment.where(Experiment.id == (experiment_id or DEFAULT_ID))
     quotas: list[tuple[str | None, int | None]] = [(None, await session.scalar(of_key))]
     quotas += [(row.name, row.max_devices) for row in await session.execute(of_experiment)]
-    small = [(experiment, most) for experiment, most in quotas if most is not None and devices > most]
-    reasons = [quota_reason(devices, experiment, most) for experiment, most in small]
-    return [FieldError(field="resources.devices", code=one.code, message=one.message) for one in reasons]
-
-
-async def device_requirements(
-    session: AsyncSession, settings: Settings, storage: Storage, plan: RunPlan, sharded: bool | None = None
-) -> dict[str, Any]:
-    """Return what a device needs to train a run, from its plan and its estimate; ends the session's transaction.
-
-    `sharded` is whether the model is divided among the devices; None: the estimate decides.
-    """
-    least: dict[str, int] = {}
-    if plan.rules.loads_model and plan.dataset_id is not None:
-        subject = estimates.Subject.from_plan(plan, await estimates.data_of(session, plan.dataset_id))
-        if sharded is None:
-            subject = await estimates.with_sharding(session, settings, storage, subject, plan.resources)
-        else:
-            subject = replace(subject, sharded=sharded)
-        least, sharded = await estimates.least_memory_of(session, settings, storage, subject), subject.sharded
-    return build_requirements(plan, least, sharded=bool(sharded))
+    reasons = [quota_reason(devices, name, most) for name, most in quotas if most is not None and devices > most]
+    return [FieldError(field="resources.devices", code=reason.code, message=reason.message) for reason in reasons]
 
 
 async def find_by_idempotency_key(

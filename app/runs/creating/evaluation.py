@@ -25,11 +25,9 @@ from app.infra.ids import is_id
 from app.infra.storage import Storage
 from app.runs.creating.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert_run
 from app.runs.creating.plan import NewRun
+from app.runs.creating.requirements import build_requirements
 from app.runs.creating.resume import without_defaults
 from app.runs.creating.validation.request import lock_references, validate_request
-from app.runs.creating.validation.resources import build_requirements, is_divided
-from app.runs.creating.validation.result import validation_failed
-from app.runs.creating.validation.rewards import reward_problems
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
@@ -90,8 +88,6 @@ async def create_evaluation(
     dataset = await session.get(Dataset, request.dataset_id)
     subject = await _find_subject(session, settings, storage, request, dataset)
     run = subject.trained
-    await release_connection(session)
-    wrong_rewards = await reward_problems(settings, subject.config)
     # A configuration with evaluation data must say how often to evaluate. Not validated again: that of a run, with what
     # the request adds, may be longer than one that a request may send.
     run_request = RunCreate.model_construct(
@@ -101,28 +97,28 @@ async def create_evaluation(
         config={**subject.config, "eval_steps": 1},
         resources=request.resources,
     )
-    validation = await validate_request(session, settings, storage, run_request, wrong_rewards, task=RunTask.evaluate)
-    if validation.errors:
-        raise validation_failed([_about_request(error) for error in validation.errors])
-    plan = validation.build_plan(run_request, RunTask.evaluate)
+    validation = await validate_request(session, settings, storage, run_request, task=RunTask.evaluate)
+    validation.errors = [_about_request(error) for error in validation.errors]
+    plan = validation.require_plan()
     config, user_set_fields = plan.config, set(plan.user_set_fields) - {"eval_steps"}
     await release_connection(session)
     if run is not None and subject.changes is not None:
         user_set_fields |= subject.changes.kept_fields(run)
         config = await asyncio.to_thread(_as_trained, run, subject.changes, request.config, user_set_fields)
-    await lock_references(session, run_request, validation)
+    await lock_references(session, run_request, plan)
     await _lock_weights(session, request.model)
     is_output = run is not None and subject.checkpoint is None
+    config = config.model_copy(update={"eval_steps": None})
     plan = replace(
         plan,
-        config=config.model_copy(update={"eval_steps": None}),
+        config=config,
         user_set_fields=frozenset(user_set_fields),
         base_run_id=run.id if run is not None and is_output else plan.base_run_id,
     )
+    # The estimate is of a training, which takes more memory.
+    requirements = build_requirements(plan, least={}, sharded=plan.requires_sharding)
     new = NewRun(
-        plan=plan,
-        # The estimate is of a training, which takes more memory.
-        requirements=build_requirements(plan, least={}, sharded=is_divided(plan.resources)),
+        plan=replace(plan, requirements=requirements),
         experiment_id=request.experiment_id or (await _experiment_id(session, run, caller_id)),
         name=request.name or f"evaluation of {run.name if run else request.model}"[:200],
         tags=request.tags,

@@ -22,6 +22,7 @@ from app.runs.creating.validation.backends import unavailable_reason
 from app.runs.creating.validation.destinations import gguf_problems
 from app.runs.state import service
 from app.runs.state.checkpoints.service import get_checkpoint
+from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 
 _OPTIMIZER_OPTIONS = frozenset({"optim_args", "optim_target_modules", "optimizer"})
@@ -42,16 +43,42 @@ async def create_export(
     # Locked, so that this and the deletion of the run or its checkpoints wait for each other.
     source = await service.lock_run(session, run_id, for_child=True)
     checkpoint = await get_checkpoint(session, source.id, checkpoint_id)
+    _refuse_if_impossible(settings, source, checkpoint)
+    config, user_set_fields = _export_config(source, request)
+    if config.gguf is not None and (refused := gguf_conflicts(config) or await gguf_problems(session, settings)):
+        raise invalid(refused)
+    alone = {"devices": 1, "hosts": 1, "sequence_parallel": 1, "expert_parallel": 1}
+    plan = RunPlan.derived_from(
+        source,
+        config=config,
+        user_set_fields=user_set_fields,
+        resources=Resources.model_validate(source.resources | alone),
+        requirements=_export_requirements(source, config),
+        task=RunTask.export,
+        extra_eval_datasets=await service.extra_eval_datasets(session, source),
+    )
+    new = NewRun.derived_from(
+        source,
+        plan,
+        name=request.name or f"step {checkpoint.step} of {source.name}"[:200],
+        checkpoint=checkpoint,
+        reason=f"exports the checkpoint of step {checkpoint.step} of {source.id}",
+    )
+    return await insert_run(transaction, new)
+
+
+def _refuse_if_impossible(settings: Settings, source: Run, checkpoint: Checkpoint) -> None:
+    """Raise the reason why no run can export a checkpoint of this run."""
     rules = BACKEND_RULES[source.backend]
     if why := unavailable_reason(settings, rules):
         raise invalid([FieldError(field="checkpoint_id", code="backend_not_configured", message=why)])
     if not rules.loads_model:
-        message = f"run {run_id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
+        message = f"run {source.id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
         raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])
     if source.status not in TERMINAL:
         raise conflict(
             "run_is_live",
-            f"Run {run_id} is {source.status}, and may replace this checkpoint; only those of a run that has ended "
+            f"Run {source.id} is {source.status}, and may replace this checkpoint; only those of a run that has ended "
             "can be exported: wait, or stop it first.",
         )
     if checkpoint.bad_reason is not None:
@@ -59,6 +86,10 @@ async def create_export(
             "checkpoint_unusable",
             f"Checkpoint {checkpoint.id} is corrupt ({checkpoint.bad_reason}); export another one of the run.",
         )
+
+
+def _export_config(source: Run, request: CheckpointExport) -> tuple[TrainingConfig, frozenset[str]]:
+    """Return the configuration of a run with the output that the request asks for, and the fields that a user set."""
     user_set_fields = set(source.user_set_fields) - {"push_to_hub", "report_to"}
     changed: dict[str, Any] = {"push_to_hub": None, "report_to": []}
     if request.output is not None:
@@ -81,26 +112,7 @@ async def create_export(
     if request.output is not None and not wants_adapter(config):
         message = "applies only to adapters, and this run trained all weights; leave it out"
         raise invalid([FieldError(field="output", code="conflict", message=message)])
-    if config.gguf is not None and (refused := gguf_conflicts(config) or await gguf_problems(session, settings)):
-        raise invalid(refused)
-    alone = {"devices": 1, "hosts": 1, "sequence_parallel": 1, "expert_parallel": 1}
-    plan = RunPlan.derived_from(
-        source,
-        config=config,
-        user_set_fields=frozenset(user_set_fields),
-        resources=Resources.model_validate(source.resources | alone),
-        task=RunTask.export,
-        extra_eval_datasets=await service.extra_eval_datasets(session, source),
-    )
-    new = NewRun.derived_from(
-        source,
-        plan,
-        name=request.name or f"step {checkpoint.step} of {source.name}"[:200],
-        requirements=_export_requirements(source, config),
-        checkpoint=checkpoint,
-        reason=f"exports the checkpoint of step {checkpoint.step} of {source.id}",
-    )
-    return await insert_run(transaction, new)
+    return config, frozenset(user_set_fields)
 
 
 def _without_optimizer(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Plans of runs: what a run is to do and with which devices, before it is stored."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from anneal.contracts.backends import BACKEND_RULES, BackendRules
 from anneal.contracts.errors import FieldError
 from anneal.contracts.run_task import RunTask
-from anneal.contracts.schemas.runs.placement import ResourceRequest, Resources
+from anneal.contracts.schemas.runs.placement import Resources
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.rules import DeviceCapabilities, machine_conflicts
 from app.infra.ids import new_id
@@ -33,6 +33,8 @@ class RunPlan:
     """Run whose output is the base model."""
     reward_run_ids: Sequence[str] = ()
     """Other runs whose outputs are its reward models."""
+    requirements: Mapping[str, Any] = field(default_factory=dict)
+    """Requirements on a device (`requirements.build_requirements`)."""
 
     @property
     def rules(self) -> BackendRules:
@@ -40,9 +42,28 @@ class RunPlan:
         return BACKEND_RULES[self.backend]
 
     @property
+    def requires_sharding(self) -> bool:
+        """True if its model is divided among its devices whatever its estimate is."""
+        resources = self.resources
+        return resources.devices > 1 and (resources.sharding == "full" or resources.expert_parallel > 1)
+
+    @property
     def device_kind(self) -> str | None:
         """Kind of device that it needs; None: any, preferably a GPU."""
-        return device_kind(self.rules, self.config, self.user_set_fields, self.resources)
+        rules, resources = self.rules, self.resources
+        # A cluster has nodes of every kind, and may add some: without a request, a run would go to the CPUs of a GPU
+        # node.
+        is_gpu = rules.machine_matters and rules.starts_workers
+        needs_gpu = is_gpu or resources.gpu is not None or self.gpu_fields
+        return resources.kind or ("cuda" if needs_gpu else None)
+
+    @property
+    def gpu_fields(self) -> list[str]:
+        """Fields of its configuration whose values need a GPU."""
+        if not self.rules.machine_matters:
+            return []
+        conflicts = machine_conflicts(self.config, set(self.user_set_fields), DeviceCapabilities(kind="cpu"))
+        return [conflict.field for conflict in conflicts]
 
     @classmethod
     def derived_from(
@@ -52,8 +73,9 @@ class RunPlan:
         config: TrainingConfig,
         user_set_fields: frozenset[str],
         resources: Resources,
+        requirements: Mapping[str, Any] | None = None,
         task: RunTask = RunTask.train,
-        extra_eval_datasets: Mapping[str, str],
+        extra_eval_datasets: Mapping[str, str] | None = None,
         reward_run_ids: Sequence[str] = (),
     ) -> Self:
         """Return a plan with the data and the base model of a stored run."""
@@ -65,9 +87,10 @@ class RunPlan:
             task=task,
             dataset_id=parent.dataset_id,
             eval_dataset_id=parent.eval_dataset_id,
-            extra_eval_datasets=extra_eval_datasets,
+            extra_eval_datasets=extra_eval_datasets or {},
             base_run_id=parent.base_run_id,
             reward_run_ids=reward_run_ids,
+            requirements=requirements or {},
         )
 
 
@@ -76,8 +99,6 @@ class NewRun:
     """Run to insert. The caller has locked what it refers to."""
 
     plan: RunPlan
-    requirements: Mapping[str, Any]
-    """Requirements on a device (`validation.resources.requirements`)."""
     experiment_id: str
     name: str
     id: str = field(default_factory=lambda: new_id("run"))
@@ -98,7 +119,6 @@ class NewRun:
         parent: Run,
         plan: RunPlan,
         *,
-        requirements: Mapping[str, Any],
         reason: str,
         checkpoint: Checkpoint | None,
         name: str | None = None,
@@ -107,7 +127,6 @@ class NewRun:
         """Return a run that continues or exports another one, from a checkpoint or from the start."""
         return cls(
             plan=plan,
-            requirements=requirements,
             experiment_id=parent.experiment_id,
             name=name or parent.name,
             tags=parent.tags,
@@ -140,7 +159,7 @@ class NewRun:
             "devices_needed": plan.resources.devices,
             "hosts_needed": plan.resources.hosts,
             "resources": plan.resources.model_dump(),
-            "requirements": dict(self.requirements),
+            "requirements": dict(plan.requirements),
             "priority": self.priority,
             "max_restarts": self.max_restarts,
             "parent_run_id": self.parent_run_id,
@@ -148,20 +167,3 @@ class NewRun:
             "current_step": self.current_step,
             "current_epoch": self.current_epoch,
         }
-
-
-def device_kind(
-    rules: BackendRules, config: TrainingConfig, user_set_fields: Iterable[str], resources: Resources | ResourceRequest
-) -> str | None:
-    """Return the kind of device that a run needs; None: any, preferably a GPU."""
-    # A cluster has nodes of every kind, and may add some: without a request, a run would go to the CPUs of a GPU node.
-    is_gpu = rules.machine_matters and rules.starts_workers
-    needs_gpu = is_gpu or resources.gpu is not None or gpu_fields(rules, config, set(user_set_fields))
-    return resources.kind or ("cuda" if needs_gpu else None)
-
-
-def gpu_fields(rules: BackendRules, config: TrainingConfig, user_set_fields: set[str]) -> list[str]:
-    """Return the fields of the configuration whose values need a GPU."""
-    if not rules.machine_matters:
-        return []
-    return [problem.field for problem in machine_conflicts(config, user_set_fields, DeviceCapabilities(kind="cpu"))]

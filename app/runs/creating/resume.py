@@ -24,19 +24,27 @@ from app.api.errors import ApiError, conflict, invalid
 from app.config import Settings
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.runs.creating.creation import RunTransaction, device_requirements, find_by_idempotency_key, insert_run
-from app.runs.creating.estimates import service as estimates
+from app.runs.creating.creation import RunTransaction, find_by_idempotency_key, insert_run
+from app.runs.creating.estimates.inputs import Subject, read_data
+from app.runs.creating.estimates.service import with_sharding
 from app.runs.creating.plan import NewRun, RunPlan
+from app.runs.creating.requirements import estimate_requirements
 from app.runs.creating.validation.backends import backend_problems
 from app.runs.creating.validation.config import about_config, config_problems, unusual_warnings
 from app.runs.creating.validation.destinations import destination_problems
-from app.runs.creating.validation.resources import check_resources, fixed_resources, label_problems, placement_problems
+from app.runs.creating.validation.resources import (
+    check_resources,
+    label_problems,
+    placement_problems,
+    use_all_devices,
+)
 from app.runs.creating.validation.result import validation_failed
 from app.runs.state import service
 from app.runs.state.actions.service import read_config_changes
 from app.runs.state.checkpoints.service import furthest_good, preferred_checkpoint
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
+from app.workers.online import read_online_workers
 
 
 async def resume_run(
@@ -45,8 +53,8 @@ async def resume_run(
     """Create a run that continues `run_id` from a checkpoint; the same idempotency key returns the same run.
 
     Raises 409 while the run is live (`run_is_live`), without a checkpoint (`no_checkpoint`) or for a run that does not
-    train (`not_a_training`), 422 for changes that
-    cannot be made (`not_changeable_on_resume`) and when no step is left (`nothing_left_to_train`).
+    train (`not_a_training`), 422 for changes that cannot be made (`not_changeable_on_resume`) and when no step is left
+    (`nothing_left_to_train`).
     """
     session = transaction.session
     if earlier := await find_by_idempotency_key(session, transaction.caller_id, transaction.idempotency):
@@ -56,51 +64,82 @@ async def resume_run(
     changed = {} if request.from_ == "start" else await read_config_changes(session, parent.id)
     await release_connection(session)
     config, user_set_fields = await asyncio.to_thread(_merge_configuration, parent, changed, request, sent)
+    checkpoint = await _choose_checkpoint(session, storage, parent, request)
+    if request.stop_after_steps is not None:
+        last = min((checkpoint.step if checkpoint else 0) + request.stop_after_steps, MOST_STEPS)
+        config = config.model_copy(update={"stop_at_step": last})
+        user_set_fields = user_set_fields | {"stop_at_step"}
+    if checkpoint is not None:
+        _refuse_if_done(parent, config, checkpoint)
+        if parent.requirements.get("sharded"):
+            config, user_set_fields = _with_the_same_optimizer(config, user_set_fields)
+    plan = await _plan_resumed(session, settings, storage, parent, request, config, user_set_fields, checkpoint)
+    await _lock_ended_run(session, run_id)  # locked again: no connection was held while threads worked
+    if checkpoint is not None:
+        checkpoint = await _find_checkpoint(session, parent, checkpoint.id)
+    new = NewRun.derived_from(
+        parent,
+        plan,
+        warnings=unusual_warnings(plan.config),
+        checkpoint=checkpoint,
+        reason=f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start"),
+    )
+    return await insert_run(transaction, new)
+
+
+async def _choose_checkpoint(
+    session: AsyncSession, storage: Storage, parent: Run, request: RunResume
+) -> Checkpoint | None:
+    """Return the checkpoint from which the request resumes a run; None: from the start."""
     starts = {"checkpoint_id": request.checkpoint_id, "checkpoint_path": request.checkpoint_path, "from": request.from_}
     chosen = [name for name, value in starts.items() if value is not None]
     if len(chosen) > 1:
         message = f"cannot be given together with `{chosen[1]}`; choose one"
         raise invalid([FieldError(field=chosen[0], code="conflict", message=message)])
     if request.from_ == "start":
-        checkpoint = None
-    elif request.checkpoint_path is not None:
-        checkpoint = await _find_checkpoint(
-            session, parent, await _checkpoint_at(session, storage, request.checkpoint_path), "checkpoint_path"
-        )
-    else:
-        checkpoint = await _find_checkpoint(session, parent, request.checkpoint_id)
-    if request.stop_after_steps is not None:
-        last = min((checkpoint.step if checkpoint else 0) + request.stop_after_steps, MOST_STEPS)
-        config = config.model_copy(update={"stop_at_step": last})
-        user_set_fields = sorted({*user_set_fields, "stop_at_step"})
-    if checkpoint is not None:
-        _refuse_if_done(parent, config, checkpoint)
-    was_sharded = bool(parent.requirements.get("sharded"))
-    if checkpoint is not None and was_sharded:
-        config, user_set_fields = _with_the_same_optimizer(config, user_set_fields)
-    before = Resources.model_validate(parent.resources)
-    resources, wrong = before, list[FieldError]()
-    rules = BACKEND_RULES[parent.backend]
-    if request.resources is not None:
-        requested = ResourceRequest.model_validate(
-            before.model_dump() | request.resources.model_dump(exclude_unset=True)
-        )
-        resources, wrong = await fixed_resources(session, settings, rules, config, user_set_fields, requested)
-        wrong += await label_problems(session, rules, request.resources)
+        return None
+    if request.checkpoint_path is not None:
+        checkpoint_id = await _checkpoint_at(session, storage, request.checkpoint_path)
+        return await _find_checkpoint(session, parent, checkpoint_id, "checkpoint_path")
+    return await _find_checkpoint(session, parent, request.checkpoint_id)
+
+
+async def _plan_resumed(
+    session: AsyncSession,
+    settings: Settings,
+    storage: Storage,
+    parent: Run,
+    request: RunResume,
+    config: TrainingConfig,
+    user_set_fields: frozenset[str],
+    checkpoint: Checkpoint | None,
+) -> RunPlan:
+    """Plan a run that continues another one on the same devices, or those that the request changes them to."""
+    rules, before = BACKEND_RULES[parent.backend], Resources.model_validate(parent.resources)
+    requested = ResourceRequest.model_validate(
+        before.model_dump() | (request.resources.model_dump(exclude_unset=True) if request.resources else {})
+    )
     # A checkpoint has the state of its optimizer, which can then not be replaced to shard the model.
-    fixed = frozenset[str]() if checkpoint is None else frozenset({"optim"})
+    fixed_fields = frozenset[str]() if checkpoint is None else frozenset({"optim"})
     plan = RunPlan.derived_from(
         parent,
         config=config,
-        user_set_fields=frozenset(user_set_fields),
-        resources=resources,
-        # As long as the parent exists, which is checked again below, so do these.
+        user_set_fields=user_set_fields,
+        resources=requested.with_devices(1 if requested.devices == "all" else requested.devices),
+        # As long as the parent exists, which is checked again before the insertion, so do these.
         extra_eval_datasets=await service.extra_eval_datasets(session, parent),
         reward_run_ids=await service.reward_run_ids(session, parent),
     )
+    wrong = list[FieldError]()
+    workers = await read_online_workers(session, settings, parent.backend)
+    if requested.devices == "all":
+        plan, wrong = await use_all_devices(session, settings, workers, plan)
+    if request.resources is not None:
+        wrong += await label_problems(session, rules, request.resources)
+    resources = plan.resources
     wrong += backend_problems(settings, rules, resources)
-    wrong += await placement_problems(session, settings, rules, resources)
-    wrong += await check_resources(session, settings, storage, plan, fixed)
+    wrong += placement_problems(workers, rules, resources)
+    wrong += await check_resources(session, settings, storage, plan, fixed_fields)
     is_whole = resources.devices % resources.sequence_parallel == 0
     if checkpoint is not None and is_whole and _row_shares(resources) != _row_shares(before):
         accumulation = _with_the_same_step(parent, config, before, resources)
@@ -110,31 +149,21 @@ async def resume_run(
             config = config.model_copy(update={"gradient_accumulation_steps": accumulation})
     if wrong:
         raise validation_failed(wrong)
-    sharded = was_sharded
+    sharded = bool(parent.requirements.get("sharded"))
     if rules.loads_model and _device_division(resources) != _device_division(before):  # else it is decided
-        data = await estimates.data_of(session, parent.dataset_id)
-        subject = estimates.Subject.from_plan(plan, data, fixed_fields=fixed, sharded=was_sharded)
-        sharded = (await estimates.with_sharding(session, settings, storage, subject, resources)).sharded
+        data = await read_data(session, parent.dataset_id)
+        subject = Subject(plan, data, sharded=sharded, fixed_fields=fixed_fields)
+        sharded = (await with_sharding(session, settings, storage, subject)).sharded
     plan = replace(plan, config=config)
-    needed = await device_requirements(session, settings, storage, plan, sharded)
-    await _lock_ended_run(session, run_id)  # locked again: no connection was held while threads worked
-    if checkpoint is not None:
-        checkpoint = await _find_checkpoint(session, parent, checkpoint.id)
-    new = NewRun.derived_from(
-        parent,
-        plan,
-        requirements=needed,
-        warnings=unusual_warnings(config),
-        checkpoint=checkpoint,
-        reason=f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start"),
-    )
-    return await insert_run(transaction, new)
+    return replace(plan, requirements=await estimate_requirements(session, settings, storage, plan, sharded))
 
 
-def _with_the_same_optimizer(config: TrainingConfig, user_set_fields: list[str]) -> tuple[TrainingConfig, list[str]]:
+def _with_the_same_optimizer(
+    config: TrainingConfig, user_set_fields: frozenset[str]
+) -> tuple[TrainingConfig, frozenset[str]]:
     """Return the configuration of a sharded run with the optimizer that it has used, also where that was a default."""
     used = config.optim if config.optim in SHARDED_OPTIMIZERS else SHARDED_OPTIMIZERS[0]
-    return config.model_copy(update={"optim": used}), sorted({*user_set_fields, "optim"})
+    return config.model_copy(update={"optim": used}), user_set_fields | {"optim"}
 
 
 def _device_division(resources: Resources) -> tuple[int, str, int, int]:
@@ -188,7 +217,7 @@ async def _lock_ended_run(session: AsyncSession, run_id: str) -> Run:
 
 def _merge_configuration(
     parent: Run, changed: dict[str, Any], request: RunResume, sent: list[FieldError]
-) -> tuple[TrainingConfig, list[str]]:
+) -> tuple[TrainingConfig, frozenset[str]]:
     """Return the parent's configuration with the overrides, and the names of all fields that a user set.
 
     `changed` are the fields that actions have changed while the parent trained, `sent` the errors of destinations.
@@ -205,7 +234,7 @@ def _merge_configuration(
     problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
     if problems:
         raise validation_failed([about_config(problem) for problem in problems])
-    return TrainingConfig.model_validate(drop_unknown_fields(merged, user_set_fields)), sorted(user_set_fields)
+    return TrainingConfig.model_validate(drop_unknown_fields(merged, user_set_fields)), frozenset(user_set_fields)
 
 
 def without_defaults(config: dict[str, Any], user_set_fields: set[str]) -> dict[str, Any]:

@@ -1,32 +1,26 @@
 """Devices that estimates are for: those of online workers, and others that are known or assumed."""
 
-from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncSession
+from collections.abc import Sequence
 
 from anneal.contracts.gpus import Gpu, find_gpu
 from anneal.contracts.schemas.estimates import EstimatedDevice
 from anneal.contracts.schemas.runs.placement import Placement
-from app.config import Settings
-from app.tables.workers import Device, Worker
-from app.workers.queries import device_conditions, online_conditions
+from app.workers.online import OnlineWorker
 
 
-async def online_devices(
-    session: AsyncSession, settings: Settings, backend: str, request: Placement | None = None
-) -> list[EstimatedDevice]:
-    """Return the kinds of devices that online workers offer, GPUs and largest memory first; or those of a `request`."""
-    query = select(Device.kind, Device.name, Device.memory_mb).distinct().join(Worker, Worker.id == Device.worker_id)
-    if request is not None:
-        query = query.where(*device_conditions(request.kind, request))
-    rows = (await session.execute(query.where(*online_conditions(settings, backend)))).all()
-    devices = [EstimatedDevice(kind=row.kind, name=row.name, memory_mb=row.memory_mb) for row in rows]
-    return sorted(devices, key=lambda device: (device.kind == "cuda", device.memory_mb or 0), reverse=True)
+def online_devices(workers: Sequence[OnlineWorker], placement: Placement | None = None) -> list[EstimatedDevice]:
+    """Return the kinds of devices that workers offer, GPUs and largest memory first; or those that a run may use."""
+    allowed = placement or Placement()
+    kinds = {device for worker in workers for device in worker.devices_for(allowed.kind, allowed)}
+    largest_first = sorted(
+        kinds, key=lambda device: (device.kind == "cuda", device.memory_mb or 0, device.name), reverse=True
+    )
+    return [EstimatedDevice(**device._asdict()) for device in largest_first]
 
 
-async def devices_of_gpu(session: AsyncSession, settings: Settings, backend: str, gpu: Gpu) -> list[EstimatedDevice]:
-    """Return the devices of this model that online workers have, or what its data sheet says if there is none."""
-    devices = await online_devices(session, settings, backend)
-    return [device for device in devices if find_gpu(device.name) is gpu] or [_known_device(gpu)]
+def devices_of_gpu(workers: Sequence[OnlineWorker], gpu: Gpu) -> list[EstimatedDevice]:
+    """Return the devices of this model that workers have, or what its data sheet says if there is none."""
+    return [device for device in online_devices(workers) if find_gpu(device.name) is gpu] or [_known_device(gpu)]
 
 
 def requested_words(placement: Placement) -> str:

@@ -13,6 +13,8 @@ from app.config import Settings
 from app.infra.storage import Storage
 from app.runs.creating.estimates import service
 from app.runs.creating.estimates.history import measured_usage
+from app.runs.creating.estimates.inputs import Subject, read_data
+from app.runs.creating.plan import RunPlan
 from app.tables.runs import Run, StoredEstimate
 
 log = logging.getLogger(__name__)
@@ -31,16 +33,14 @@ async def estimate_and_store(
         async with sessions() as session:
             if await session.get(StoredEstimate, run.id) is not None:
                 return
-            data = await service.data_of(session, run.dataset_id)
-        config = TrainingConfig.model_validate(run.config)
-        needs = run.requirements
-        resources = Resources.model_validate(run.resources)
-        subject = service.Subject(
-            config, run.user_set_fields, run.backend, data, devices=run.devices_needed,
-            sharded=bool(needs.get("sharded")), sequence_parallel=needs.get("sequence_parallel", 1),
-            expert_parallel=needs.get("expert_parallel", 1),
-            placement=resources.model_copy(update={"kind": needs.get("kind")}),
-        )  # fmt: skip
+            data = await read_data(session, run.dataset_id)
+        plan = RunPlan.derived_from(
+            run,
+            config=TrainingConfig.model_validate(run.config),
+            user_set_fields=frozenset(run.user_set_fields),
+            resources=Resources.model_validate(run.resources),
+        )
+        subject = Subject(plan, data, sharded=bool(run.requirements.get("sharded")))
         estimate, least, sharded = await service.estimate_new(sessions, settings, storage, subject)
         async with sessions() as session, session.begin():
             # The run may have been deleted in the meantime.

@@ -1,5 +1,7 @@
 """Backends of this service, and the requests that they can serve."""
 
+from collections.abc import Iterator
+
 from anneal.contracts.backends import BACKEND_RULES, BackendRules
 from anneal.contracts.errors import FieldError
 from anneal.contracts.schemas.runs.placement import ResourceRequest, Resources
@@ -28,27 +30,22 @@ def unavailable_reason(settings: Settings, rules: BackendRules) -> str | None:
 
 def backend_problems(
     settings: Settings, rules: BackendRules, resources: Resources | ResourceRequest
-) -> list[FieldError]:
-    """Return why no run with these resources can be created for a backend now."""
+) -> Iterator[FieldError]:
+    """Yield why no run with these resources can be created for a backend now."""
+    name = rules.capabilities.name
     if why := unavailable_reason(settings, rules):
-        return [FieldError(field="backend", code="backend_not_configured", message=why)]
-    if not rules.starts_workers:
-        return []
-    if resources.hosts > 1:
-        message = f"must be 1: backend `{rules.capabilities.name}` starts one worker for a run; leave the field out"
-        return [FieldError(field="resources.hosts", code="not_supported", message=message)]
-    if resources.gpu is not None:
+        yield FieldError(field="backend", code="backend_not_configured", message=why)
+    elif rules.starts_workers and resources.hosts > 1:
+        message = f"must be 1: backend `{name}` starts one worker for a run; leave the field out"
+        yield FieldError(field="resources.hosts", code="not_supported", message=message)
+    elif rules.starts_workers and resources.gpu is not None:
         message = (
             "is not a resource of Ray: leave the field out, and ask for the label that Ray gives its nodes, as in "
             "`labels: [ray.io/accelerator-type=H100]`"
         )
-        return [FieldError(field="resources.gpu", code="not_supported", message=message)]
-    return [
-        FieldError(
-            field="resources.labels",
-            code="not_a_ray_label",
-            message=f"`{label}` is not a label of Ray nodes: write `key=value`, as in `ray start --labels`",
-        )
-        for label in resources.labels
-        if not all(label.partition("="))
-    ]
+        yield FieldError(field="resources.gpu", code="not_supported", message=message)
+    elif rules.starts_workers:
+        for label in resources.labels:
+            if not all(label.partition("=")):
+                message = f"`{label}` is not a label of Ray nodes: write `key=value`, as in `ray start --labels`"
+                yield FieldError(field="resources.labels", code="not_a_ray_label", message=message)

@@ -33,12 +33,11 @@ async def destination_problems(
         problems.append(field_error("report_to", "tracker_not_set_up", message))
     if config.get("gguf") is not None:
         problems += await gguf_problems(session, settings)
-    if config.get("push_to_hub") is None:
-        return problems
-    if not settings.allow_hub:
+    pushes = config.get("push_to_hub") is not None
+    if pushes and not settings.allow_hub:
         message = "needs the hub, which is disabled on this server; ask its operator to set ANNEAL_ALLOW_HUB=true"
         problems.append(field_error("push_to_hub", "hub_not_allowed", message))
-    elif not await session.scalar(select(exists().where(Secret.name == store.HF_TOKEN))):
+    elif pushes and not await session.scalar(select(exists().where(Secret.name == store.HF_TOKEN))):
         message = "needs a hub token with write access; ask an admin to set it with `anneal secrets set hf_token`"
         problems.append(field_error("push_to_hub", "hub_token_missing", message))
     return problems

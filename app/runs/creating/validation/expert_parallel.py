@@ -1,38 +1,31 @@
 """Validation of `resources.expert_parallel`: what can be divided, and by which numbers."""
 
-from sqlalchemy.ext.asyncio import AsyncSession
-
 from anneal.contracts.errors import FieldError
-from anneal.contracts.schemas.runs.placement import Resources
 from anneal.contracts.training_config.expert_parallel import (
     MODEL_TYPES,
     devices_message,
     expert_parallel_obstacles,
     fitting_groups,
 )
-from anneal.contracts.training_config.fields import TrainingConfig
-from app.config import Settings
-from app.infra.storage import Storage
-from app.runs.creating.estimates.service import architecture_of
+from app.estimator.architecture import Architecture
+from app.runs.creating.plan import RunPlan
 
 _FIELD = "resources.expert_parallel"
 
 
-async def expert_parallel_problems(
-    session: AsyncSession, settings: Settings, storage: Storage, config: TrainingConfig, resources: Resources
-) -> list[FieldError]:
+def expert_parallel_problems(plan: RunPlan, model: Architecture | None) -> list[FieldError]:
     """Return the reasons why the experts of the model cannot be divided among the devices as requested.
 
     The model may not be known here, such as one on the hub; then the trainer checks it.
     """
+    resources = plan.resources
     if resources.expert_parallel == 1:
         return []
-    model = await architecture_of(session, settings, storage, config)
     experts = None if model is None or model.experts is None else model.experts.number
     if model is not None and (experts is None or model.family not in MODEL_TYPES):
         why = f"the base model has no experts that can be divided; models of {', '.join(MODEL_TYPES)} have"
         return [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}")]
-    reasons = expert_parallel_obstacles(config)
+    reasons = expert_parallel_obstacles(plan.config)
     if resources.sharding == "none":
         reasons.append("experts are divided only in a sharded model; set `resources.sharding` to `full` or `auto`")
     problems = [FieldError(field=_FIELD, code="not_supported", message=f"must be 1: {why}") for why in reasons]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,217 +30,197 @@ from app.infra.storage import Storage
 from app.runs.creating.estimates import hub_config
 from app.runs.creating.estimates.hub_config import HubConfig, cached_path
 from app.runs.creating.estimates.model_config import NoConfig, base_of, parse_config
+from app.runs.creating.plan import RunPlan
 from app.runs.creating.validation.result import ValidationResult
 from app.tables.runs import Run
-from app.workers.queries import all_look_for_models_in
+from app.workers.online import OnlineWorker, read_online_workers
+
+_Role = Literal["base", "reward"]
 
 
-async def check_base_model(
-    session: AsyncSession,
-    settings: Settings,
-    storage: Storage,
-    config: Mapping[str, Any],
-    rules: BackendRules | None,
-    validation: ValidationResult,
-    *,
-    needs_weights: bool,
-    trains: bool,
-) -> None:
-    """Check that the base model can be had, and that it fits the configuration.
+@dataclass
+class ModelCheck:
+    """Checks of the models that a configuration names; each adds to the validation."""
 
-    Without `needs_weights`, a model is accepted that no worker can load yet.
-    """
-    loads_model = rules is None or rules.loads_model
-    name = config.get("base_model")
-    if not isinstance(name, str) or any(error.field == "config.base_model" for error in validation.errors):
-        return
-    if not loads_model and not resolver.is_run(name):
-        return
-    try:
-        output_attempt = await _output_attempt(session, name, "base") if resolver.is_run(name) else None
-        await release_connection(session)
-        # In a thread: a storage that hangs must not block the event loop.
-        located = await storage.in_thread(resolver.locate_model, settings, storage, name, output_attempt)
-    except resolver.BaseModelError as error:
-        validation.add_error("config.base_model", error.code, error.message)
-        return
-    fetched: dict[str, Any] = {}
-    if loads_model and needs_weights and not creates_model(config):
-        revision = config.get("revision")
-        fetched = await _check_hub_model(
-            session, settings, storage, "config.base_model", located, revision if isinstance(revision, str) else None,
-            rules, validation,
-        )  # fmt: skip
-    if loads_model and located["path"] is not None:
-        folder, user_set_fields = ModelFolder(storage, Path(located["path"])), given_fields(config)
-        wrong = await storage.in_thread(model_conflicts, folder, config, user_set_fields, needs_weights=needs_weights)
-        for conflict in wrong:
-            validation.add_error(f"config.{conflict.code}", "conflict", conflict.message)
-        validation.longest_sequence = await storage.in_thread(longest_sequence, folder)
-    if loads_model:
-        folder_here = await storage.in_thread(_folder_here, storage, located)
-        if (folder_here is not None or fetched) and not creates_model(config):
-            described = await storage.in_thread(folder_here.read_json, "config.json") if folder_here else fetched
-            stored = stored_quantization(described)
-            if (warning := masked_model_warning(described.get("architectures"), method_of(config))) is not None:
-                validation.warnings.append(FieldError(field="config.base_model", code="masked_model", message=warning))
-            for problem in stored_quantization_conflicts(stored, config, trains=trains):
-                validation.add_error(f"config.{problem.field}", problem.code, problem.message)
-            validation.stored_quantization = stored
-        await _check_tokenizer(settings, storage, config, folder_here, validation)
-    if resolver.is_run(name):
-        validation.base_run_id = name
+    session: AsyncSession
+    settings: Settings
+    storage: Storage
+    config: Mapping[str, Any]
+    rules: BackendRules | None
+    """None: there is no such backend."""
+    validation: ValidationResult
 
+    @property
+    def loads_model(self) -> bool:
+        """True if the backend loads the models."""
+        return self.rules is None or self.rules.loads_model
 
-async def _check_hub_model(
-    session: AsyncSession,
-    settings: Settings,
-    storage: Storage,
-    field: str,
-    located: resolver.ModelLocation,
-    revision: str | None,
-    rules: BackendRules | None,
-    validation: ValidationResult,
-) -> dict[str, Any]:
-    """Refuse a model of the hub, also as the base of an adapter, that no worker can have; warn if one may have it.
+    async def check_base_model(self, *, needs_weights: bool, trains: bool) -> None:
+        """Check that the base model can be had, and that it fits the configuration.
 
-    Return its config.json if it was fetched from the hub. What a worker has on its own machine is not known here,
-    unless it looks for models in the same places.
-    """
-    name = located["hub"]
-    if located["path"] is not None:
-        try:
-            folder = ModelFolder(storage, Path(located["path"]))
-            base = await storage.in_thread(base_of, folder, settings, storage)
-        except NoConfig:  # the worker says what is missing
-            return {}
-        name, revision = (base, None) if isinstance(base, str) and resolver.is_hub_name(base) else (None, None)
-    if name is None:
-        return {}
-    answer = await hub_config.fetch_hub_config(session, settings, name, revision)
-    if answer is None:
-        return {}
-    if answer.content is not None:
-        # An adapter's own configuration is compared with that of its base by the trainer.
-        return parse_config(answer.content) if located["path"] is None else {}
-    message = _missing_hub_model(settings, located["name"], name, answer)
-    own = await asyncio.to_thread(sources.source_fingerprint, settings)
-    backend = None if rules is None or rules.starts_workers or not answer.code else rules.capabilities.name
-    if backend is not None and await all_look_for_models_in(session, settings, backend, own):
-        validation.add_error(
-            "config.revision" if answer.code == "hub_revision_not_found" else field, answer.code, message
-        )
-    else:
-        text = f"{message}; a worker that has the model on its machine trains the run, and others fail it"
-        validation.warnings.append(FieldError(field=field, code=answer.code or "hub_not_checked", message=text))
-    return {}
+        Without `needs_weights`, a model is accepted that no worker can load yet.
+        """
+        name, validation = self.config.get("base_model"), self.validation
+        if not isinstance(name, str) or validation.has_error("config.base_model"):
+            return
+        located = await self._locate(name, "config.base_model", "base")
+        if located is None:
+            return
+        if resolver.is_run(name):
+            validation.base_run_id = name
+        if not self.loads_model:
+            return
+        fetched: dict[str, Any] = {}
+        creates = creates_model(self.config)
+        if needs_weights and not creates:
+            revision = self.config.get("revision")
+            fetched = await self._check_hub_model(
+                "config.base_model", located, revision if isinstance(revision, str) else None
+            )
+        folder = await self.storage.in_thread(_folder_here, self.storage, located)
+        if folder is not None and located["path"] is not None:
+            await self._check_files(folder, needs_weights=needs_weights)
+        if (folder is not None or fetched) and not creates:
+            model_config = await self.storage.in_thread(folder.read_json, "config.json") if folder else fetched
+            self._check_model_config(model_config, trains=trains)
+        await self._check_tokenizer(None if creates else folder)
 
+    async def check_reward_models(self) -> None:
+        """Check that the models of rewards can be had, and that they return a score."""
+        validation = self.validation
+        refused = {error.field for error in validation.errors}
+        for field, reward in rewards_of(self.config):
+            name, place = reward.get("model"), f"config.{field}.model"
+            if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
+                continue
+            located = await self._locate(name, place, "reward")
+            if located is None:
+                continue
+            if self.loads_model:
+                await self._check_hub_model(place, located, None)
+            path = located["path"]
+            folder = None if path is None else ModelFolder(self.storage, Path(path))
+            if folder is not None and await self.storage.in_thread(is_reward_model, folder) is False:
+                validation.add_error(
+                    place,
+                    "not_a_reward_model",
+                    f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
+                    "sequence classification",
+                )
+                continue
+            model_config = {} if folder is None else await self.storage.in_thread(folder.read_json, "config.json")
+            if (stored := stored_quantization(model_config)) is not None and not stored.is_supported:
+                validation.add_error(
+                    place,
+                    "not_supported",
+                    f"{name[:100]!r} is stored {stored.text}, which cannot be loaded here; name the model from which "
+                    "it was quantized",
+                )
+            elif resolver.is_run(name) and name not in validation.reward_run_ids:
+                validation.reward_run_ids.append(name)
 
-def _missing_hub_model(settings: Settings, name: str, hub_name: str, answer: HubConfig) -> str:
-    """Return the sentence about a model that the hub does not give."""
-    if answer.code not in ("hub_not_allowed", "hub_offline", "hub_unreachable"):
-        return answer.message or answer.reason.rstrip(".")
-    what = f"the base model {hub_name!r} of the adapter" if name != hub_name else repr(hub_name)
-    return (
-        f"there is no folder {what} below {settings.models_folder}, none in the hub's cache, and {answer.message}: put "
-        "the model there, use one of `anneal models list`, or make a small one with `anneal models create tiny`"
-    )
-
-
-async def _check_tokenizer(
-    settings: Settings,
-    storage: Storage,
-    config: Mapping[str, Any],
-    base: ModelFolder | None,
-    validation: ValidationResult,
-) -> None:
-    """Check the tokenizer of another model; with `base`, the folder of the base model, also whether it fits that."""
-    name = config.get("tokenizer")
-    if not isinstance(name, str) or any(error.field == "config.tokenizer" for error in validation.errors):
-        return
-    try:
-        located = await storage.in_thread(resolver.locate_tokenizer, settings, storage, name)
-    except resolver.BaseModelError as error:
-        validation.add_error("config.tokenizer", error.code, error.message)
-        return
-    folder = await storage.in_thread(_folder_here, storage, located)
-    if folder is None or base is None or creates_model(config):
-        return
-    if (why := await storage.in_thread(tokenizer_conflict, folder, base)) is not None:
-        validation.add_error(
-            "config.tokenizer", "conflict", f"is {name[:100]!r}, which does not fit the base model: {why}"
-        )
-
-
-def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFolder | None:
-    """Return the folder of a model on this machine, which for a hub model is in the hub's cache; None without one."""
-    if located["path"] is not None:
-        return ModelFolder(storage, Path(located["path"]))
-    cached = cached_path(str(located["hub"]), located["revision"])
-    return None if cached is None else ModelFolder(storage, cached.parent)
-
-
-async def check_reward_models(
-    session: AsyncSession,
-    settings: Settings,
-    storage: Storage,
-    config: Mapping[str, Any],
-    rules: BackendRules | None,
-    validation: ValidationResult,
-) -> None:
-    """Check that the models of rewards can be had, and that they return a score."""
-    loads_model = rules is None or rules.loads_model
-    refused = {error.field for error in validation.errors}
-    for field, reward in rewards_of(config):
-        name, place = reward.get("model"), f"config.{field}.model"
-        if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
-            continue
+    async def _locate(self, name: str, field: str, role: _Role) -> resolver.ModelLocation | None:
+        """Return where a model is; None if that is refused, or if the backend does not load it."""
         is_run = resolver.is_run(name)
-        if not loads_model and not is_run:
-            continue
+        if not self.loads_model and not is_run:
+            return None
         try:
-            output_attempt = await _output_attempt(session, name, "reward") if is_run else None
-            await release_connection(session)
-            located = await storage.in_thread(resolver.locate_model, settings, storage, name, output_attempt)
+            output_attempt = await _output_attempt(self.session, name, role) if is_run else None
+            await release_connection(self.session)
+            # In a thread: a storage that hangs must not block the event loop.
+            return await self.storage.in_thread(
+                resolver.locate_model, self.settings, self.storage, name, output_attempt
+            )
         except resolver.BaseModelError as error:
-            validation.add_error(place, error.code, error.message)
-            continue
-        if loads_model:
-            await _check_hub_model(session, settings, storage, place, located, None, rules, validation)
-        path = located["path"]
-        folder = None if path is None else ModelFolder(storage, Path(path))
-        if folder is not None and await storage.in_thread(is_reward_model, folder) is False:
-            validation.add_error(
-                place,
-                "not_a_reward_model",
-                f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
-                "sequence classification",
-            )
-            continue
-        config_here = {} if folder is None else await storage.in_thread(folder.read_json, "config.json")
-        if (stored := stored_quantization(config_here)) is not None and not stored.is_supported:
-            validation.add_error(
-                place,
-                "not_supported",
-                f"{name[:100]!r} is stored {stored.text}, which cannot be loaded here; name the model from which it "
-                "was quantized",
-            )
-        elif is_run and name not in validation.reward_run_ids:
-            validation.reward_run_ids.append(name)
+            self.validation.add_error(field, error.code, error.message)
+            return None
+
+    async def _check_hub_model(
+        self, field: str, located: resolver.ModelLocation, revision: str | None
+    ) -> dict[str, Any]:
+        """Refuse a model of the hub, also as the base of an adapter, that no worker can have; warn if one may have it.
+
+        Return its config.json if it was fetched from the hub. What a worker has on its own machine is not known here,
+        unless it looks for models in the same places.
+        """
+        name = located["hub"]
+        if located["path"] is not None:
+            try:
+                folder = ModelFolder(self.storage, Path(located["path"]))
+                base = await self.storage.in_thread(base_of, folder, self.settings, self.storage)
+            except NoConfig:  # the worker says what is missing
+                return {}
+            name, revision = (base, None) if isinstance(base, str) and resolver.is_hub_name(base) else (None, None)
+        answer = None
+        if name is not None:
+            answer = await hub_config.fetch_hub_config(self.session, self.settings, name, revision)
+        if name is None or answer is None:
+            return {}
+        if answer.content is not None:
+            # An adapter's own configuration is compared with that of its base by the trainer.
+            return parse_config(answer.content) if located["path"] is None else {}
+        await self._report_missing(field, _missing_hub_model(self.settings, located["name"], name, answer), answer.code)
+        return {}
+
+    async def _report_missing(self, field: str, message: str, code: str) -> None:
+        """Add an error about a model that the hub does not give, or a warning if a worker may have it."""
+        rules, workers = self.rules, list[OnlineWorker]()
+        own = await asyncio.to_thread(sources.source_fingerprint, self.settings)
+        if rules is not None and not rules.starts_workers and code:
+            workers = await read_online_workers(self.session, self.settings, rules.capabilities.name)
+        if own is not None and {worker.model_sources for worker in workers} == {own}:
+            self.validation.add_error("config.revision" if code == "hub_revision_not_found" else field, code, message)
+        else:
+            text = f"{message}; a worker that has the model on its machine trains the run, and others fail it"
+            self.validation.warnings.append(FieldError(field=field, code=code or "hub_not_checked", message=text))
+
+    async def _check_files(self, folder: ModelFolder, *, needs_weights: bool) -> None:
+        """Check that a model on this machine fits the configuration."""
+        set_fields = given_fields(self.config)
+        conflicts = await self.storage.in_thread(
+            model_conflicts, folder, self.config, set_fields, needs_weights=needs_weights
+        )
+        for conflict in conflicts:
+            self.validation.add_error(f"config.{conflict.code}", "conflict", conflict.message)
+        self.validation.longest_sequence = await self.storage.in_thread(longest_sequence, folder)
+
+    def _check_model_config(self, model_config: Mapping[str, Any], *, trains: bool) -> None:
+        """Check what a model's config.json says about its kind and its quantization."""
+        stored = stored_quantization(model_config)
+        if (warning := masked_model_warning(model_config.get("architectures"), method_of(self.config))) is not None:
+            self.validation.warnings.append(FieldError(field="config.base_model", code="masked_model", message=warning))
+        for problem in stored_quantization_conflicts(stored, self.config, trains=trains):
+            self.validation.add_error(f"config.{problem.field}", problem.code, problem.message)
+        self.validation.stored_quantization = stored
+
+    async def _check_tokenizer(self, base: ModelFolder | None) -> None:
+        """Check the tokenizer of another model, and whether it fits the base model, if its folder is known."""
+        name, storage = self.config.get("tokenizer"), self.storage
+        if not isinstance(name, str) or self.validation.has_error("config.tokenizer"):
+            return
+        try:
+            located = await storage.in_thread(resolver.locate_tokenizer, self.settings, storage, name)
+        except resolver.BaseModelError as error:
+            self.validation.add_error("config.tokenizer", error.code, error.message)
+            return
+        folder = await storage.in_thread(_folder_here, storage, located)
+        if folder is None or base is None:
+            return
+        if (why := await storage.in_thread(tokenizer_conflict, folder, base)) is not None:
+            message = f"is {name[:100]!r}, which does not fit the base model: {why}"
+            self.validation.add_error("config.tokenizer", "conflict", message)
 
 
-async def lock_models(
-    session: AsyncSession, config: Mapping[str, Any], validation: ValidationResult
-) -> list[FieldError]:
+async def lock_models(session: AsyncSession, config: Mapping[str, Any], plan: RunPlan) -> list[FieldError]:
     """Lock the runs whose outputs a valid configuration uses against deletion; return an error for each deleted one."""
     errors = []
-    used: list[tuple[str, str, Literal["base", "reward"]]] = []
-    if validation.base_run_id is not None:
-        used.append(("base_model", validation.base_run_id, "base"))
+    used: list[tuple[str, str, _Role]] = []
+    if plan.base_run_id is not None:
+        used.append(("base_model", plan.base_run_id, "base"))
     used += [
         (f"{field}.model", reward["model"], "reward")
         for field, reward in rewards_of(config)
-        if reward.get("model") in validation.reward_run_ids
+        if reward.get("model") in plan.reward_run_ids
     ]
     for field, run_id, role in used:
         try:
@@ -249,7 +230,7 @@ async def lock_models(
     return errors
 
 
-async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["base", "reward"]) -> int | None:
+async def _output_attempt(session: AsyncSession, run_id: str, role: _Role) -> int | None:
     query = select(Run.status, Run.output_attempt, Run.method).where(Run.id == run_id)
     run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
     if run is None:
@@ -270,3 +251,22 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: Literal["bas
         )
     attempt: int | None = run.output_attempt
     return attempt
+
+
+def _missing_hub_model(settings: Settings, name: str, hub_name: str, answer: HubConfig) -> str:
+    """Return the sentence about a model that the hub does not give."""
+    if answer.code not in ("hub_not_allowed", "hub_offline", "hub_unreachable"):
+        return answer.message or answer.reason.rstrip(".")
+    what = f"the base model {hub_name!r} of the adapter" if name != hub_name else repr(hub_name)
+    return (
+        f"there is no folder {what} below {settings.models_folder}, none in the hub's cache, and {answer.message}: put "
+        "the model there, use one of `anneal models list`, or make a small one with `anneal models create tiny`"
+    )
+
+
+def _folder_here(storage: Storage, located: resolver.ModelLocation) -> ModelFolder | None:
+    """Return the folder of a model on this machine, which for a hub model is in the hub's cache; None without one."""
+    if located["path"] is not None:
+        return ModelFolder(storage, Path(located["path"]))
+    cached = cached_path(str(located["hub"]), located["revision"])
+    return None if cached is None else ModelFolder(storage, cached.parent)

@@ -1,12 +1,14 @@
 """Validation of a request for a run: reports all errors at once, before anything is written."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.backends import BackendRules
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import EVALUATION_METRICS
 from anneal.contracts.run_task import RunTask
@@ -24,20 +26,20 @@ from app.runs.creating.validation.backends import backend_problems, shown_backen
 from app.runs.creating.validation.config import about_config, config_problems, default_warnings, unusual_warnings
 from app.runs.creating.validation.dataset import data_problems
 from app.runs.creating.validation.destinations import destination_problems
-from app.runs.creating.validation.models import check_base_model, check_reward_models, lock_models
+from app.runs.creating.validation.models import ModelCheck, lock_models
 from app.runs.creating.validation.packages import package_problems
 from app.runs.creating.validation.plugins import plugin_problems
 from app.runs.creating.validation.resources import (
     check_resources,
-    fixed_resources,
-    is_divided,
     label_problems,
     placement_problems,
+    use_all_devices,
 )
 from app.runs.creating.validation.result import ValidationResult, validation_failed
+from app.runs.creating.validation.rewards import reward_problems
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
-from app.workers.queries import is_any_online, online_conditions, online_machines
+from app.workers.online import OnlineWorker, online_machines, read_online_workers
 
 
 async def validate_request(
@@ -45,7 +47,6 @@ async def validate_request(
     settings: Settings,
     storage: Storage,
     request: RunCreate,
-    wrong_rewards: Sequence[FieldError],
     *,
     needs_weights: bool = True,
     has_known_gpu: bool = False,
@@ -53,94 +54,161 @@ async def validate_request(
 ) -> ValidationResult:
     """Validate a whole request, in several transactions: no connection is held while a thread works.
 
-    The rows that it refers to may be deleted meanwhile; `lock_references` locks them before they are used.
-    `wrong_rewards` is the result of `reward_problems`. Without `needs_weights`, the weights of the base model may be
-    missing. With `has_known_gpu`, the run is for a GPU that no worker need have. A run that evaluates does so on its
-    dataset.
+    The rows that it refers to may be deleted meanwhile; `lock_references` locks them before they are used. Without
+    `needs_weights`, the weights of the base model may be missing. With `has_known_gpu`, the run is for a GPU that no
+    worker need have. A run that evaluates does so on its dataset.
     """
-    has_eval_dataset = request.eval_dataset_id is not None or task is RunTask.evaluate
-    validation = ValidationResult()
-    backends = shown_backends(settings)
-    rules = backends.get(request.backend)
-    if rules is None:
-        names = ", ".join(f"`{name}`" for name in sorted(backends))
-        validation.add_error("backend", "unknown_backend", f"unknown backend; choose one of {names}")
-    else:
-        validation.errors += backend_problems(settings, rules, request.resources)
-        if request.resources.devices != "all" and not has_known_gpu:
-            asked_for = request.resources.with_devices(request.resources.devices)
-            validation.errors += await placement_problems(session, settings, rules, asked_for)
-        validation.errors += await label_problems(session, rules, request.resources)
-    if request.experiment_id is not None:
-        await _check_experiment(session, request.experiment_id, validation)
-    datasets = {
-        place: await _lock_dataset(session, place, id, validation) for place, id in _dataset_ids(request).items()
-    }
-    for place, item in datasets.items():
-        validation.errors += data_problems(request.config, place, item, splits=rules is None or rules.loads_model)
-    config = normalize_numbers(request.config)
-    _check_extra_eval_datasets(request, has_eval_dataset or bool(config.get("eval_split")), validation)
-    dataset = datasets.get("dataset_id")
-    wants_gpu = has_known_gpu or request.resources.kind == "cuda" or request.resources.gpu is not None
-    machines = await online_machines(session, settings, request.backend, rules, wants_gpu=wants_gpu)
-    data_format = dataset.format if dataset else None
-    # In a thread, here and below: a configuration of a megabyte takes a while, which must not block other requests.
-    await release_connection(session)
-    wrong, machine = await asyncio.to_thread(
-        config_problems, rules, request.config, has_eval_dataset, data_format, machines
-    )
-    wrong += wrong_rewards
-    reported = {problem.field for problem in wrong}
-    wrong += [one for one in await destination_problems(session, settings, request.config) if one.field not in reported]
-    if rules is not None and rules.options is None:
-        for check in (plugin_problems, package_problems):
-            refused, warned = await check(session, online_conditions(settings, request.backend), request.config)
-            wrong += [one for one in refused if one.field not in reported]
-            validation.warnings += [about_config(problem) for problem in warned]
-    validation.errors += [about_config(problem) for problem in wrong]
-    trains = task is RunTask.train
-    await check_base_model(
-        session, settings, storage, config, rules, validation, needs_weights=needs_weights, trains=trains
-    )
-    await check_reward_models(session, settings, storage, request.config, rules, validation)
-    if rules is not None and not rules.starts_workers and not await is_any_online(session, settings, request.backend):
-        validation.warnings.append(
-            FieldError(
-                field="backend",
-                code="no_worker_online",
-                message=f"No worker of backend `{request.backend}` is online: the run waits until one starts, "
-                "and settings that depend on its device are checked then.",
-            )
+    rules = shown_backends(settings).get(request.backend)
+    workers = [] if rules is None else await read_online_workers(session, settings, request.backend)
+    check = _RequestCheck(session, settings, storage, request, task, rules, workers, has_known_gpu)
+    result = check.result
+    await check.check_placement()
+    await check.check_data()
+    await check.check_config()
+    models = ModelCheck(session, settings, storage, normalize_numbers(request.config), rules, result)
+    await models.check_base_model(needs_weights=needs_weights, trains=task is RunTask.train)
+    await models.check_reward_models()
+    if rules is not None and not rules.starts_workers and not workers:
+        message = (
+            f"No worker of backend `{request.backend}` is online: the run waits until one starts, and settings that "
+            "depend on its device are checked then."
         )
-    if not validation.errors and rules is not None:
-        run_config = TrainingConfig.model_validate(dict(request.config))
-        user_set_fields = given_fields(request.config)
-        resources, wrong = await fixed_resources(
-            session, settings, rules, run_config, user_set_fields, request.resources
+        result.warnings.append(FieldError(field="backend", code="no_worker_online", message=message))
+    if not result.errors and rules is not None:
+        await check.plan_run(rules)
+    if result.plan is not None:
+        await release_connection(session)
+        await asyncio.to_thread(check.add_warnings, result.plan)
+    return result
+
+
+@dataclass
+class _RequestCheck:
+    """Checks of one request, in the order of their errors; each adds to the result."""
+
+    session: AsyncSession
+    settings: Settings
+    storage: Storage
+    request: RunCreate
+    task: RunTask
+    rules: BackendRules | None
+    """None: there is no such backend."""
+    workers: Sequence[OnlineWorker]
+    has_known_gpu: bool
+    result: ValidationResult = field(default_factory=ValidationResult)
+    data_format: str | None = None
+    """Format of the dataset; None: it does not exist, or has not been checked yet."""
+    machine: DeviceCapabilities | None = None
+    """First kind of device online that supports the configuration."""
+
+    @property
+    def has_eval_dataset(self) -> bool:
+        """True if the run evaluates on a dataset of its own."""
+        return self.request.eval_dataset_id is not None or self.task is RunTask.evaluate
+
+    async def check_placement(self) -> None:
+        """Check the backend, and the requested resources apart from the configuration."""
+        result, rules, resources = self.result, self.rules, self.request.resources
+        if rules is None:
+            names = ", ".join(f"`{name}`" for name in sorted(shown_backends(self.settings)))
+            result.add_error("backend", "unknown_backend", f"unknown backend; choose one of {names}")
+        else:
+            result.errors += backend_problems(self.settings, rules, resources)
+            if resources.devices != "all" and not self.has_known_gpu:
+                result.errors += placement_problems(self.workers, rules, resources.with_devices(resources.devices))
+            result.errors += await label_problems(self.session, rules, resources)
+
+    async def check_data(self) -> None:
+        """Check the experiment and the datasets, and that they fit the configuration."""
+        request, result = self.request, self.result
+        if request.experiment_id is not None:
+            await _check_experiment(self.session, request.experiment_id, result)
+        datasets = {
+            place: await _lock_dataset(self.session, place, dataset_id, result)
+            for place, dataset_id in _dataset_ids(request).items()
+        }
+        splits = self.rules is None or self.rules.loads_model
+        for place, dataset in datasets.items():
+            if dataset is not None:
+                result.errors += data_problems(request.config, place, dataset, splits)
+        has_eval_split = bool(normalize_numbers(request.config).get("eval_split"))
+        _check_extra_eval_datasets(request, self.has_eval_dataset or has_eval_split, result)
+        if (dataset := datasets.get("dataset_id")) is not None:
+            self.data_format = dataset.format
+
+    async def check_config(self) -> None:
+        """Check the configuration, and that workers and this server have what it names."""
+        config, result, resources = self.request.config, self.result, self.request.resources
+        wants_gpu = self.has_known_gpu or resources.kind == "cuda" or resources.gpu is not None
+        machines = online_machines(self.workers, self.rules, wants_gpu=wants_gpu)
+        # In a thread, also below: a configuration of a megabyte takes a while, which must not block other requests.
+        await release_connection(self.session)
+        wrong, self.machine = await asyncio.to_thread(
+            config_problems, self.rules, config, self.has_eval_dataset, self.data_format, machines
         )
-        validation.resources = resources
-        validation.errors += wrong
-        if request.resources.devices == "all" and not wrong:
-            validation.errors += await placement_problems(session, settings, rules, resources)
+        wrong += await reward_problems(self.settings, config)
+        reported = {problem.field for problem in wrong}
+        missing = await destination_problems(self.session, self.settings, config)
+        if self.rules is not None and self.rules.options is None:
+            for check in (plugin_problems, package_problems):
+                refused, warned = check(self.workers, config)
+                missing += refused
+                result.warnings += [about_config(problem) for problem in warned]
+        wrong += [problem for problem in missing if problem.field not in reported]
+        result.errors += [about_config(problem) for problem in wrong]
+
+    async def plan_run(self, rules: BackendRules) -> None:
+        """Plan the run, and check its resources; for a request that is valid otherwise."""
+        request, result = self.request, self.result
+        config, set_fields = TrainingConfig.model_validate(request.config), given_fields(request.config)
+        devices = request.resources.devices
         plan = RunPlan(
             backend=request.backend,
-            config=run_config,
-            user_set_fields=frozenset(user_set_fields),
-            resources=resources,
-            task=task,
+            config=config,
+            user_set_fields=frozenset(set_fields),
+            resources=request.resources.with_devices(1 if devices == "all" else devices),
+            task=self.task,
+            dataset_id=request.dataset_id,
+            eval_dataset_id=request.eval_dataset_id,
+            extra_eval_datasets=request.extra_eval_datasets,
+            base_run_id=result.base_run_id,
+            reward_run_ids=result.reward_run_ids,
         )
-        validation.errors += await check_resources(session, settings, storage, plan)
-    if not validation.errors:
-        await release_connection(session)
-        ignored = await asyncio.to_thread(default_warnings, rules, request.config, has_eval_dataset, data_format)
-        validation.warnings += [about_config(problem) for problem in ignored]
-        await asyncio.to_thread(
-            _resolve_config, request.config, machine, validation, is_divided(validation.resources), data_format
-        )
-    return validation
+        wrong = list[FieldError]()
+        if devices == "all":
+            plan, wrong = await use_all_devices(self.session, self.settings, self.workers, plan)
+            if not wrong:
+                wrong += placement_problems(self.workers, rules, plan.resources)
+        wrong += await check_resources(self.session, self.settings, self.storage, plan)
+        result.errors += wrong
+        result.plan = None if wrong else plan
+
+    def add_warnings(self, plan: RunPlan) -> None:
+        """Resolve the configuration for the machines that are online, and warn of what is unusual or replaced."""
+        result, named = self.result, named_fields(self.request.config)
+        ignored = default_warnings(self.rules, self.request.config, self.has_eval_dataset, self.data_format)
+        effective = resolve_config(
+            plan.config, plan.user_set_fields, self.machine, result.longest_sequence, sharded=plan.requires_sharding,
+            dataset_format=self.data_format, stored=result.stored_quantization,
+        )  # fmt: skip
+        result.effective = effective.config
+        result.warnings += [about_config(problem) for problem in ignored]
+        result.warnings += unusual_warnings(plan.config)
+        result.warnings += [
+            FieldError(
+                field=f"config.{item.field}",
+                code="replaced",
+                message=(
+                    f"`{item.field}` will be {_format_value(item.used)} instead of {_format_value(item.requested)}: "
+                    f"{item.reason}"
+                ),
+            )
+            for item in effective.replaced
+            if item.field in named  # `effective_config` shows the others, which the request does not name
+        ]
 
 
-async def lock_references(session: AsyncSession, request: RunCreate, valid: ValidationResult) -> None:
+async def lock_references(session: AsyncSession, request: RunCreate, plan: RunPlan) -> None:
     """Lock the rows that a valid request refers to against deletion until the commit.
 
     Raises 422 for those that were deleted since the validation.
@@ -150,7 +218,7 @@ async def lock_references(session: AsyncSession, request: RunCreate, valid: Vali
         await _check_experiment(session, request.experiment_id, validation)
     for place, dataset_id in _dataset_ids(request).items():
         await _lock_dataset(session, place, dataset_id, validation)
-    validation.errors += await lock_models(session, request.config, valid)
+    validation.errors += await lock_models(session, request.config, plan)
     if validation.errors:
         raise validation_failed(validation.errors)
 
@@ -199,37 +267,6 @@ def _check_extra_eval_datasets(request: RunCreate, has_eval_data: bool, validati
             "there is none; set `eval_dataset_id` or `eval_split`"
         )
         validation.add_error("extra_eval_datasets", "needs_eval_data", message)
-
-
-def _resolve_config(
-    config: Mapping[str, Any],
-    machine: DeviceCapabilities | None,
-    validation: ValidationResult,
-    sharded: bool,
-    dataset_format: str | None,
-) -> None:
-    user_set_fields = given_fields(config)
-    validation.config = TrainingConfig.model_validate(dict(config))
-    validation.user_set_fields = sorted(user_set_fields)
-    named = named_fields(config)
-    validation.warnings += unusual_warnings(validation.config)
-    effective = resolve_config(
-        validation.config, user_set_fields, machine, validation.longest_sequence, sharded=sharded,
-        dataset_format=dataset_format, stored=validation.stored_quantization,
-    )  # fmt: skip
-    validation.effective = effective.config
-    validation.warnings += [
-        FieldError(
-            field=f"config.{item.field}",
-            code="replaced",
-            message=(
-                f"`{item.field}` will be {_format_value(item.used)} instead of {_format_value(item.requested)}: "
-                f"{item.reason}"
-            ),
-        )
-        for item in effective.replaced
-        if item.field in named  # `effective_config` shows the others, which the request does not name
-    ]
 
 
 def _format_value(value: Any) -> str:

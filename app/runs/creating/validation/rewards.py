@@ -31,8 +31,7 @@ _COMPILED = {"pattern": "bad_pattern", "extract": "bad_pattern", "schema": "bad_
 async def reward_problems(settings: Settings, config: Mapping[str, Any]) -> list[FieldError]:
     """Return errors of the patterns and schemas in a configuration whose lengths are within bounds.
 
-    May take seconds: call it before the first query, because a session keeps its connection until the commit. Raises
-    a 503 `ApiError` if too many others wait.
+    May take seconds: call it while the session has no connection. Raises a 503 `ApiError` if too many others wait.
     """
     places = _compiled_fields(config)
     if not places:

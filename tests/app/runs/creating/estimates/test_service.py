@@ -206,7 +206,7 @@ def test_a_mistake_of_the_estimator_undoes_no_run(
     def mistaken(*_: Any) -> None:
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr(service, "by_formula", mistaken)
+    monkeypatch.setattr(service, "estimate_by_formula", mistaken)
     created = make_run(api.client, make_dataset(engine), backend="celery", config={"base_model": "qwen"})
     eventually(lambda: "estimate failed" in caplog.text)
     assert created["id"] in caplog.text and "'qwen'" in caplog.text and "a mistake" in caplog.text
@@ -217,7 +217,7 @@ def test_a_mistake_of_the_estimator_undoes_no_run(
 def test_no_row_is_locked_while_an_estimate_is_computed(
     api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, by_formula, checked = make_dataset(engine), service.by_formula, []
+    dataset, estimate_by_formula, checked = make_dataset(engine), service.estimate_by_formula, []
 
     def is_nothing_open() -> bool:
         query = "SELECT count(*) = 0 FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in%'"
@@ -228,9 +228,9 @@ def test_no_row_is_locked_while_an_estimate_is_computed(
         # Those of background work last for a moment, that of a request until the estimate is computed.
         eventually(is_nothing_open, timeout=10, what="no transaction is open")
         checked.append(True)
-        return by_formula(*arguments)
+        return estimate_by_formula(*arguments)
 
-    monkeypatch.setattr(service, "by_formula", watched)
+    monkeypatch.setattr(service, "estimate_by_formula", watched)
     estimated(api, dataset, max_steps=10)
     assert checked
 
@@ -374,7 +374,7 @@ class TestComputation:
         [
             ("/v1/runs", (service, "least_memory")),
             pytest.param("/v1/runs/validate", (service, "least_memory"), marks=pytest.mark.full),
-            pytest.param("/v1/runs/estimate", (service, "by_formula"), marks=pytest.mark.full),
+            pytest.param("/v1/runs/estimate", (service, "estimate_by_formula"), marks=pytest.mark.full),
             ("/v1/runs", (validation, "config_problems")),
             pytest.param("/v1/runs", (models, "model_conflicts"), marks=pytest.mark.full),
             pytest.param("/v1/runs", (validation, "default_warnings"), marks=pytest.mark.full),
