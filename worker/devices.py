@@ -57,6 +57,11 @@ class Machine:
         """Number of runs that train at the same time."""
         return len(self.devices)
 
+    def select_devices(self, indexes: Sequence[int]) -> list[Device]:
+        """Return the devices with these indexes, in the order of the indexes."""
+        by_index = {device.index: device for device in self.devices}
+        return [by_index[index] for index in indexes]
+
 
 def find_machine(settings: Settings) -> Machine:
     """Find the worker's slots: one per GPU, or one CPU; `settings.slots` selects fewer GPUs or more CPU slots.

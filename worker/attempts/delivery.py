@@ -32,56 +32,8 @@ _KEPT = (
 )
 
 
-def deliver_output(
-    context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter, ending: Executable, *, has_output: bool
-) -> Executable:
-    """Send what the attempt has written; return `ending`, or what follows if the output cannot be sent.
-
-    A run is not completed while its output is only here. While the store is unavailable, the lease and the device are
-    kept, and sending is tried again for `ANNEAL_DELIVERY_SECONDS` without progress. Then the run returns to the queue,
-    which counts as a loss only if the store answers. A stop ends these tries. The records decide nothing: they are
-    sent once.
-    """
-    if context.working_copy is None:
-        return ending
-    remote = context.working_copy.remote
-    delivery = _Delivery(context, remote, run, lease, writer)
-    if not has_output:
-        delivery.send_records_if_possible()
-        return ending
-    try:
-        delivery.send_output()
-    except TransferCancelled:
-        if lease.fenced:
-            return ending  # another worker owns the run, so it is not stored
-        why = "the worker shut down"
-        if lease.preempted_for:
-            why = f"preempted for run {lease.preempted_for}, which has a higher priority,"
-        reason = f"released: {why} before the output was sent to the storage"
-        return machine.release(run.id, run.lease_epoch, reason)
-    except StoreUnavailable as error:
-        if lease.stop:
-            return machine.cancel(run.id, run.lease_epoch)
-        if not error.is_silent:
-            # It answers, so the next attempt would start, and so on without an end.
-            reason = f"its output cannot be sent to {remote.url}: {error}; an operator finds the cause in the "
-            reason += "worker's log. Resume the run once the storage works"
-            return machine.retry(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS, STORAGE_UNAVAILABLE)
-        reason = f"released: its output could not be sent to {remote.url} for "
-        reason += (
-            f"{context.settings.delivery_seconds:,.0f} s ({error}); once the storage works, another attempt continues "
-        )
-        reason += "from the last checkpoint that is there or on its worker"
-        return machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)
-    except (OSError, ValueError) as error:  # `OutsideStorage` is a ValueError
-        log.exception("%s: attempt %d", run.id, run.attempt)
-        return failed_start_transition(context, run, f"its output cannot be read: {error}")
-    delivery.send_records_if_possible()
-    return ending
-
-
-class _Delivery:
-    """Transfer of the files of one attempt."""
+class Delivery:
+    """Transfer of the files of one attempt to the object store."""
 
     def __init__(
         self, context: WorkerContext, remote: RemoteStore, run: ClaimedRun, lease: Lease, writer: EventWriter
@@ -102,6 +54,51 @@ class _Delivery:
         self._noted_at = 0.0
         self._preempted_at = math.inf
         """Monotonic time at which this worker was seen to be asked to make room for another run."""
+
+    def deliver(self, transition: Executable, *, has_output: bool) -> Executable:
+        """Send what the attempt has written; return `transition`, or what follows if the output cannot be sent.
+
+        A run is not completed while its output is only here. While the store is unavailable, the lease and the device
+        are kept, and sending is tried again for `ANNEAL_DELIVERY_SECONDS` without progress. Then the run returns to the
+        queue, which counts as a loss only if the store answers. A stop ends these tries. The records decide nothing:
+        they are sent once.
+        """
+        if has_output:
+            try:
+                self.send_output()
+            except (TransferCancelled, StoreUnavailable, OSError, ValueError) as error:
+                return self._transition_after(error, transition)
+        self.send_records_if_possible()
+        return transition
+
+    def _transition_after(self, error: Exception, transition: Executable) -> Executable:
+        """Return what follows from an output that is not sent."""
+        run, lease = self._run, self._lease
+        match error:
+            case TransferCancelled() if lease.fenced:
+                pass  # another worker owns the run, so nothing is stored
+            case TransferCancelled():
+                why = "the worker shut down"
+                if lease.preempted_for:
+                    why = f"preempted for run {lease.preempted_for}, which has a higher priority,"
+                reason = f"released: {why} before the output was sent to the storage"
+                transition = machine.release(run.id, run.lease_epoch, reason)
+            case StoreUnavailable() if lease.stop:
+                transition = machine.cancel(run.id, run.lease_epoch)
+            case StoreUnavailable(is_silent=True):
+                reason = f"released: its output could not be sent to {self._remote.url} for "
+                reason += f"{self._context.settings.delivery_seconds:,.0f} s ({error}); once the storage works, another "
+                reason += "attempt continues from the last checkpoint that is there or on its worker"
+                transition = machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)
+            case StoreUnavailable():
+                # It answers, so the next attempt would start, and so on without an end.
+                reason = f"its output cannot be sent to {self._remote.url}: {error}; an operator finds the cause in "
+                reason += "the worker's log. Resume the run once the storage works"
+                transition = machine.retry(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS, STORAGE_UNAVAILABLE)
+            case _:  # `OSError` or `ValueError`, such as `OutsideStorage`
+                log.error("%s: attempt %d", run.id, run.attempt, exc_info=error)
+                transition = failed_start_transition(self._context, run, f"its output cannot be read: {error}")
+        return transition
 
     def send_output(self) -> None:
         """Send the output, and record it.

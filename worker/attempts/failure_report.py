@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, exists, select, update
 
-from anneal.contracts.attempt.failure_report import FailureReport, KillReason
+from anneal.contracts.attempt.failure_report import FailureReport
 from anneal.contracts.attempt.repair import Repair
 from app.runs.events.log import NewEvent
 from app.tables.runs import Attempt, Run
@@ -20,7 +20,6 @@ def build_failure_report(
     record_handler: RecordHandler,
     memory_watch: MemoryWatch,
     end: Exit,
-    killed_for: KillReason | None,
     repair: Repair | None,
     rank: int | None = None,
 ) -> FailureReport:
@@ -30,7 +29,7 @@ def build_failure_report(
         exit_signal=end.signal,
         rank=rank,
         killed_by_kernel=end.out_of_memory,
-        killed_for=killed_for,
+        killed_for=end.killed_for,
         phase=record_handler.phase,
         step=record_handler.step,
         error=record_handler.result.get("error") if record_handler.result else None,

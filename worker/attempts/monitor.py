@@ -27,6 +27,24 @@ _CAUSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
 
+def receive_output(processes: TrainingGroup, record_handler: RecordHandler, *, is_blocked: bool = False) -> bool:
+    """Handle what the processes send within 50 ms; return False if they must wait before more is read."""
+    if is_blocked or record_handler.is_over_budget:
+        time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
+        return False
+    processes.wait(_POLL_SECONDS)
+    for rank, pieces in processes.receive():
+        record_handler.handle_output(pieces, rank)
+    return True
+
+
+def kill_and_drain(processes: TrainingGroup, record_handler: RecordHandler) -> None:
+    """Kill the processes and what they left behind in their sessions, and handle the rest of their output."""
+    processes.kill()
+    for rank, pieces in processes.drain():
+        record_handler.handle_output(pieces, rank)
+
+
 class Monitor:
     """Monitor of the training processes of an attempt, from their start to their end; used by its supervisor alone.
 
@@ -66,13 +84,13 @@ class Monitor:
         """Ids of the actions already sent."""
         self._backpressure_at = time.monotonic()
 
-    def run_until_exit(self) -> tuple[Exit, KillReason | None]:
-        """Handle output until the processes have ended; return the end, and the reason if this worker killed them.
+    def run_until_exit(self) -> Exit:
+        """Handle output until the processes have ended; return their end.
 
         Raises:
             LeaseFenced: This worker no longer owns the run; the processes have been killed.
         """
-        killed_for = None
+        killed_for: KillReason | None = None
         while (ended := self._poll_exit()) is None and killed_for is None:
             self._receive_output()
             self._memory_watch.sample_if_due(self._record_handler.phase)
@@ -84,9 +102,7 @@ class Monitor:
             self._writer.raise_if_failed()
             killed_for = self._reason_to_kill()
         hang = self._describe_hang() if killed_for == "hang" else {}
-        self._processes.kill()  # also what they left behind in their sessions
-        for rank, pieces in self._processes.drain():
-            self._record_handler.handle_output(pieces, rank)
+        kill_and_drain(self._processes, self._record_handler)
         if ended is not None and ended.peer_lost and self._members:
             ended = self._wait_for_cause(ended)
         for part in self._lease.ended_parts:
@@ -94,7 +110,7 @@ class Monitor:
                 self._record_handler.take_part_end(part.end)
         self._record_handler.flush_output()
         end = ended or self._processes.poll() or Exit(signal=signal.SIGKILL)
-        return replace(end, **hang), killed_for
+        return replace(end, killed_for=killed_for, **hang)
 
     def _describe_hang(self) -> dict[str, Any]:
         """Return the ranks that are suspended, and before training those for which all others wait."""
@@ -149,13 +165,8 @@ class Monitor:
         return cause or ended
 
     def _receive_output(self) -> None:
-        if self._writer.is_full or self._record_handler.is_over_budget:
-            time.sleep(_POLL_SECONDS)  # unread output makes the trainer wait, so memory stays bounded
+        if not receive_output(self._processes, self._record_handler, is_blocked=self._writer.is_full):
             self._backpressure_at = time.monotonic()
-        else:
-            self._processes.wait(_POLL_SECONDS)
-            for rank, pieces in self._processes.receive():
-                self._record_handler.handle_output(pieces, rank)
 
     def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, Executable, Integer, cast, exists, select
 
-from anneal.contracts.attempt.failure_report import KillReason
 from anneal.contracts.attempt.messages import TrainingResult
 from anneal.contracts.run_status import EndReason
 from anneal.contracts.run_task import RunTask
@@ -42,11 +41,14 @@ _LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
 }
 """End reason and text of the `status` event, by the trainer's reason."""
 
+_OWN_STOPS = ("epoch_end", "time_limit", "stop_at_step")
+"""Reasons for which a trainer stops without an immediate request."""
 
-def needs_failure_report(record_handler: RecordHandler, killed_for: KillReason | None) -> bool:
+
+def needs_failure_report(record_handler: RecordHandler, end: Exit) -> bool:
     """Return True if the end of the attempt needs a failure report."""
     outcome = record_handler.result["outcome"] if record_handler.result else None
-    return outcome == "failed" or (outcome is None and killed_for not in ("stop", "drain"))
+    return outcome == "failed" or (outcome is None and end.killed_for not in ("stop", "drain"))
 
 
 def conclude_attempt(
@@ -55,7 +57,6 @@ def conclude_attempt(
     lease: Lease,
     record_handler: RecordHandler,
     end: Exit,
-    killed_for: KillReason | None,
     is_repeated: bool = False,
 ) -> Executable:
     """Return the transition that follows from the trainer's result and the exit of its process.
@@ -66,29 +67,34 @@ def conclude_attempt(
         LeaseLost: The lease expired first.
     """
     result = record_handler.result
-    if result is not None and (reported := _reported_end(run, result)) is not None:
-        return reported
-    if killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
+    if result is not None and _is_decisive(result):
+        transition = _reported_transition(run, result)
+    elif end.killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
-    if killed_for == "hang":
-        return hang_transition(context, run, record_handler, end)
-    if result is not None or killed_for or end.signal in _TERMINATION_SIGNALS:
-        return requested_end_transition(context, run, lease)
-    return crash_transition(run, record_handler, end, is_repeated)
+    elif end.killed_for == "hang":
+        transition = hang_transition(context, run, record_handler, end)
+    elif result is not None or end.killed_for or end.signal in _TERMINATION_SIGNALS:
+        transition = requested_end_transition(context, run, lease)
+    else:
+        transition = crash_transition(run, record_handler, end, is_repeated)
+    return transition
 
 
-def _reported_end(run: ClaimedRun, result: TrainingResult) -> Executable | None:
-    """Return the transition that the trainer's result determines; None if the run was stopped on request."""
-    outcome, why = result["outcome"], result.get("why")
-    if outcome == "failed":
+def _is_decisive(result: TrainingResult) -> bool:
+    """Return False if the trainer ended on request, so that the request decides what follows."""
+    return result["outcome"] in ("completed", "failed") or result.get("why") in _OWN_STOPS
+
+
+def _reported_transition(run: ClaimedRun, result: TrainingResult) -> Executable:
+    """Return the transition that the trainer's result determines."""
+    if result["outcome"] == "failed":
         error = result.get("error") or {"code": "internal", "message": ""}
         if error["code"] == DEVICE_ERROR:
             return machine.retry(run.id, run.lease_epoch, error["message"], _RETRY_SECONDS, DEVICE_ERROR)
         return machine.fail(run.id, run.lease_epoch, error["code"], error["message"])
+    why = result.get("why")
     if why == "epoch_end":
         return machine.cancel(run.id, run.lease_epoch)
-    if outcome != "completed" and why not in ("time_limit", "stop_at_step"):
-        return None
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
     if run.task == RunTask.evaluate:
         text = "the evaluation is complete"
@@ -203,11 +209,11 @@ def output_attempt(run: ClaimedRun, result: TrainingResult) -> int | None:
     return run.attempt if result.get("output") else None
 
 
-def is_signal_death(record_handler: RecordHandler, end: Exit, killed_for: KillReason | None) -> bool:
+def is_signal_death(record_handler: RecordHandler, end: Exit) -> bool:
     """Return True if a signal from outside the service, or a crash in native code, ended the trainer."""
     expected = (*_TERMINATION_SIGNALS, signal.SIGALRM)
     is_known = end.launcher_lost or end.out_of_memory or end.peer_lost
-    unexplained = record_handler.result is None and killed_for is None and not is_known
+    unexplained = record_handler.result is None and end.killed_for is None and not is_known
     return unexplained and end.signal is not None and end.signal not in expected
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from anneal.contracts.attempt.failure_report import KillReason
 from anneal.contracts.attempt.messages import ControlMessage
 from app.infra.process.handle import ProcessHandle
 from app.infra.process.identity import ProcessIdentity
@@ -42,6 +43,8 @@ class Exit:
     """Ranks for which all others waited when this worker killed the group because it was silent."""
     suspended: tuple[int, ...] = ()
     """Ranks whose process was suspended when this worker killed the group because it was silent."""
+    killed_for: KillReason | None = None
+    """Reason for which this worker killed the group."""
 
 
 class ExitWatcher(Protocol):

@@ -19,6 +19,7 @@ from tests.http_server import serving
 from tests.rows import add_run, add_worker, claim, run_row
 from tests.server import ThreadServer
 from worker.attempts import supervisor
+from worker.attempts.attempt import Attempt
 from worker.context import WorkerContext
 
 _PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -88,7 +89,7 @@ def test_a_worker_reports_each_attempt_as_a_span(
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0, "otlp_endpoint": collector}))
     done = machine.complete(run.id, run.lease_epoch, None, "training is complete")
-    monkeypatch.setattr(supervisor, "run_attempt", lambda *_: done)
+    monkeypatch.setattr(Attempt, "train", lambda _: done)
     supervisor.supervise_run(context, run, time.monotonic())
     context.tracing.close()
     context.engine.dispose()

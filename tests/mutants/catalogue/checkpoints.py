@@ -251,8 +251,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/delivery.py",
-                "        return machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)\n",
-                "        return ending\n",
+                "                transition = machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)\n",
+                "                pass\n",
             ),
         ),
         test="tests/worker/attempts/test_delivery.py"

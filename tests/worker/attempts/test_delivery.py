@@ -17,7 +17,7 @@ from app.runs.state import machine
 from app.tables.events import RunEvent
 from app.tables.runs import Attempt, Run
 from tests.rows import add_run, add_worker, claim
-from worker.attempts import delivery
+from worker.attempts.delivery import Delivery
 from worker.checkpoint_store.remote_store import RemoteStore
 
 
@@ -47,7 +47,9 @@ class Lab:
     def ends(self, *, has_output: bool = True) -> Any:
         """Deliver, and store what follows; answers the run's row."""
         done = machine.complete(self.run.id, self.run.lease_epoch, 1, "done")
-        ending = delivery.deliver_output(self.context, self.run, self.lease, self.writer, done, has_output=has_output)
+        remote = self.context.working_copy.remote
+        delivery = Delivery(self.context, remote, self.run, self.lease, self.writer)
+        ending = delivery.deliver(done, has_output=has_output)
         with self.engine.begin() as connection:
             connection.execute(ending)
             return connection.execute(select(Run.__table__).where(Run.id == self.run.id)).one()

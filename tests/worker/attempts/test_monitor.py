@@ -151,7 +151,7 @@ class TestRunOnSeveralHosts:
         monitor = Monitor(context, lease, writer, handler, processes, memory, (), ["wrk_b", "wrk_c"])
         monitor._receive_output = lambda: now.__setitem__(0, now[0] + 0.5)  # type: ignore[method-assign]
         monitor._reason_to_kill = lambda: None  # type: ignore[method-assign]
-        end, _ = monitor.run_until_exit()
+        end = monitor.run_until_exit()
         assert killed
         return end
 

@@ -18,13 +18,17 @@ from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.runs.state import machine
-from app.tables.runs import Attempt, Run
+from app.tables import runs
+from app.tables.runs import Run
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
+from worker.attempts import attempt as attempt_module
 from worker.attempts import supervisor
+from worker.attempts.attempt import Attempt
 from worker.attempts.job_error import JobError
 from worker.attempts.outcome import conclude_attempt, ended_here_before, exit_of, is_signal_death, lease_loss_transition
 from worker.context import WorkerContext
+from worker.devices import Machine
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease
@@ -54,9 +58,9 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings.model_copy(update={"lease_seconds": 60.0}))
 
-    def attempt(context: WorkerContext, run: Any, lease: Any, writer: Any) -> Any:
+    def train(attempt: Attempt) -> Any:
         context.storage.attempt_dir(run.id, run.attempt).mkdir(parents=True)
-        record_handler = RecordHandler(context, run, writer)
+        record_handler = attempt._record_handler
         record_handler.handle_output([("stdout", b"first\n")])
         eventually(lambda: is_storing_the_first_line(engine))
         record = {"type": "phase", "ts": time.time(), "name": "training", "total_steps": 1}
@@ -65,7 +69,7 @@ def test_the_last_status_waits_for_the_last_line_of_the_log(
         )
         return machine.complete(run.id, run.lease_epoch, None, "training is complete")
 
-    monkeypatch.setattr(supervisor, "run_attempt", attempt)
+    monkeypatch.setattr(Attempt, "train", train)
     supervisor.supervise_run(context, run, time.monotonic())
     context.engine.dispose()
     context.lease_engine.dispose()
@@ -84,10 +88,8 @@ def attempt_that_cannot_be_prepared(
     def prepare(*_: Any) -> Any:
         raise problem
 
-    monkeypatch.setattr(supervisor, "prepare_job", prepare)
-    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, retry_during_outage=lambda work: work())
-    with engine.begin() as connection:
-        connection.execute(supervisor.run_attempt(context, run, SimpleNamespace(), writer))  # type: ignore[arg-type]
+    monkeypatch.setattr(attempt_module, "prepare_job", prepare)
+    supervisor.supervise_run(context, run, time.monotonic())
     context.engine.dispose()
     context.lease_engine.dispose()
     return context, run_row(engine, run.id)
@@ -164,7 +166,7 @@ def test_a_completed_run_reports_where_its_output_was_pushed(hub: Any, reported:
     record_handler: Any = SimpleNamespace(result={"outcome": "completed", "output": "output", "hub": hub})
     nothing: Any = None
     with engine.begin() as connection:
-        connection.execute(conclude_attempt(nothing, run, nothing, record_handler, Exit(code=0), None))
+        connection.execute(conclude_attempt(nothing, run, nothing, record_handler, Exit(code=0)))
     last_status = [event.data for event in events_of(engine, run.id) if event.type == "status"][-1]
     assert (last_status["to"], last_status["reason"]) == ("completed", f"training is complete{reported}")
 
@@ -183,7 +185,7 @@ def test_a_limit_that_the_user_set_completes_the_run_and_names_itself(
     record_handler: Any = SimpleNamespace(result={"outcome": outcome, "why": why, "output": "output"})
     nothing: Any = None
     with engine.begin() as connection:
-        connection.execute(conclude_attempt(nothing, run, nothing, record_handler, Exit(code=0), None))
+        connection.execute(conclude_attempt(nothing, run, nothing, record_handler, Exit(code=0)))
     row = run_row(engine, run.id)
     assert (row.status, row.end_reason, row.output_attempt, row.error_code) == ("completed", end_reason, 1, None)
 
@@ -211,10 +213,12 @@ def test_a_trainer_killed_by_a_signal_is_retried_until_that_recurs_at_one_step(
         end = Exit(signal=number) if number else Exit(code=3)
         report = FailureReport(exit_signal=number, step=step)
         with engine.begin() as connection:
-            is_repeated = is_signal_death(handler, end, None) and ended_here_before(connection, run, step)
-            connection.execute(conclude_attempt(nothing, run, nothing, handler, end, None, is_repeated))
+            is_repeated = is_signal_death(handler, end) and ended_here_before(connection, run, step)
+            connection.execute(conclude_attempt(nothing, run, nothing, handler, end, is_repeated))
             connection.execute(
-                update(Attempt).where(Attempt.attempt == run.attempt).values(report=report.model_dump(mode="json"))
+                update(runs.Attempt)
+                .where(runs.Attempt.attempt == run.attempt)
+                .values(report=report.model_dump(mode="json"))
             )
         status = run_row(engine, run.id).status
         assert status == ("failed" if run.attempt == len(steps) else "pending")
@@ -248,14 +252,16 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
 )  # fmt: skip
 def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
     calls: list[str] = []
-    uploader = SimpleNamespace(wait_until_sent=lambda *_: calls.append("settle"))
-    settings = SimpleNamespace(save_grace_seconds=1.0)
-    context: Any = SimpleNamespace(uploader=uploader, drained_at=float("inf"), settings=settings)
-    lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
-    writer: Any = SimpleNamespace(
-        enqueue_item=lambda _: None, wait_past_lease=lambda: None, drain=lambda: calls.append("drain")
+    attempt: Any = SimpleNamespace(
+        _context=SimpleNamespace(
+            uploader=SimpleNamespace(wait_until_sent=lambda *_: calls.append("settle")),
+            drained_at=float("inf"),
+            settings=SimpleNamespace(save_grace_seconds=1.0),
+        ),
+        _lease=SimpleNamespace(run_id="run_1", stop=stop),
+        _writer=SimpleNamespace(enqueue_item=lambda _: None, drain=lambda: calls.append("drain")),
     )
-    supervisor.wait_for_uploads(context, lease, writer)
+    Attempt.wait_for_uploads(attempt)
     assert calls == (["drain", "settle"] if waits else [])
 
 
@@ -287,26 +293,28 @@ def test_half_written_files_of_a_killed_trainer_are_removed(
             whole.mkdir()
 
         def run_until_exit(self) -> Any:
-            return Exit(signal=9), "stop"
+            return Exit(signal=9, killed_for="stop")
 
     processes = SimpleNamespace(identities=[], close=lambda: None)
-    device = SimpleNamespace(index=0, kind="cpu", for_job=dict)
+    device: Any = SimpleNamespace(index=0, kind="cpu", for_job=dict)
     job = SimpleNamespace(
-        config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
+        path=storage.root / "job.json", config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
     )
     for name, instead in {
-        "prepare_job": lambda *_: job, "launch_all": lambda *_: processes, "Monitor": Killed,
+        "prepare_job": lambda *_: job, "launch_processes": lambda *_: processes, "Monitor": Killed,
         "MemoryWatch": lambda *_: None,
     }.items():  # fmt: skip
-        monkeypatch.setattr(supervisor, name, instead)
+        monkeypatch.setattr(attempt_module, name, instead)
     context: Any = SimpleNamespace(
-        machine=SimpleNamespace(devices=[device]), storage=storage, uploader=None, working_copy=None,
+        machine=Machine((device,), 0), group_address=None, storage=storage, uploader=None, working_copy=None,
         health=SimpleNamespace(record_start=lambda: None), draining=threading.Event(), telemetry=None,
         settings=settings,
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
-    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, retry_during_outage=lambda work: work(), progress=None)
-    supervisor.run_attempt(context, run, lease, writer)
+    writer: Any = SimpleNamespace(
+        enqueue_item=lambda _: None, retry_during_outage=lambda work: work(), wait_past_lease=lambda: None, progress=None
+    )
+    Attempt(context, run, lease, writer).train()
     assert whole.is_dir() and not any(folder.exists() for folder in half)
 
 
@@ -342,7 +350,7 @@ class TestEndOfAPart:
             run = claim(engine, add_worker(engine))
             nothing: Any = SimpleNamespace(result=None, phase="training", step=3)
             with engine.begin() as connection:
-                connection.execute(conclude_attempt(nothing, run, nothing, nothing, end, None))
+                connection.execute(conclude_attempt(nothing, run, nothing, nothing, end))
             assert run_row(engine, run.id).status == "pending"
             reason = events_of(engine, run.id)[-1].data["reason"]
             assert says in reason
@@ -353,7 +361,7 @@ class TestEndOfAPart:
         lease: Any = SimpleNamespace(stop=None, preempted_for=None, leaving="wrk_b")
         nothing: Any = SimpleNamespace(result={"outcome": "stopped", "why": "drain"})
         with engine.begin() as connection:
-            connection.execute(conclude_attempt(nothing, run, lease, nothing, Exit(code=0), None))
+            connection.execute(conclude_attempt(nothing, run, lease, nothing, Exit(code=0)))
         row = run_row(engine, run.id)
         assert (row.status, row.lost_count) == ("pending", 0)
         assert (

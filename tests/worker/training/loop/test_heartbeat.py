@@ -117,9 +117,8 @@ class Watched:
         began = time.monotonic()
         try:
             memory_watch: Any = SimpleNamespace(sample_if_due=lambda phase: None)
-            _, self.killed_for = Monitor(
-                context, lease, writer, self.record_handler, processes, memory_watch, []
-            ).run_until_exit()
+            monitor = Monitor(context, lease, writer, self.record_handler, processes, memory_watch, [])
+            self.killed_for = monitor.run_until_exit().killed_for
         finally:
             processes.close()
         self.seconds = time.monotonic() - began
