@@ -37,7 +37,7 @@ from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.group_network import MeetingPort
 from worker.ingest.event_writer import EventWriter
-from worker.ingest.record_handler import RecordHandler, StartPoint
+from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
@@ -115,8 +115,7 @@ class Attempt:
         restore_control = RestoreControl(self.is_unwanted, self._writer.enqueue_item)
         device = self._devices[0].for_job()
         job = self._writer.retry_during_outage(lambda: prepare_job(self._context, self._run, device, restore_control))
-        start = StartPoint(job.start_step, job.start_epoch, job.best_loss, job.best_score)
-        self._record_handler.start_from(start, job.secrets.values(), job.remarks)
+        self._record_handler.start_from(job.start, job.secrets.values(), job.remarks)
         return job
 
     def launch(self, job: Job) -> TrainingGroup:

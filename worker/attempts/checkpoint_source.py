@@ -1,8 +1,10 @@
 """Checkpoints that an attempt starts from: which ones, and that they are whole in this worker's storage."""
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from anneal.contracts.run_task import RunTask
 from app.runs.state.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
-from worker.attempts.job_error import JobError, storage_unavailable
+from worker.attempts.job_error import STORAGE_UNAVAILABLE, JobError, storage_unavailable
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.restore import RestoreControl, RestoreOutcome, RestoreResult, restore_checkpoint
 from worker.claimed_run import ClaimedRun
@@ -23,37 +25,49 @@ from worker.context import WorkerContext
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.5
+
 
 class CheckpointSource:
     """Checkpoints for an attempt that is being prepared. Every method may raise what `obtain` raises."""
 
-    def __init__(self, context: WorkerContext, run: ClaimedRun, control: RestoreControl) -> None:
-        self._context, self._run, self._control = context, run, control
+    def __init__(
+        self, context: WorkerContext, run: ClaimedRun, control: RestoreControl, *, is_judge: bool = True
+    ) -> None:
+        """Obtain checkpoints for `run`; `is_judge` is False where another worker may have an intact one."""
+        self._context, self._run, self._control, self._is_judge = context, run, control, is_judge
 
     def folder_of(self, checkpoint: Any) -> Path:
         """Return the folder of a checkpoint in this worker's storage."""
         return self._context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
 
-    def obtain(self, checkpoint: Any) -> RestoreResult:
+    def obtain(self, checkpoint: Any, *, must_answer: bool = True) -> RestoreResult:
         """Verify a checkpoint in its folder, and fetch it from the object store if it is missing or corrupt there.
 
         The only place where a worker fetches checkpoints. With a working copy the run keeps the folder, and no other
-        run fetches it at the same time.
+        run fetches it at the same time. A checkpoint from which no run can resume any more is marked as corrupt.
 
         Raises:
+            JobError: It is out of reach now, so the run has to wait; without `must_answer` the result says so.
             TransferCancelled: The run is to end or to be released.
             TimeoutError: The preparation takes too long.
             OSError: This worker's own storage cannot be read, cannot take it or has no space for it.
         """
-        place, check = self.folder_of(checkpoint), self._control.raise_if_ended
+        place, check, run = self.folder_of(checkpoint), self._control.raise_if_ended, self._run
         with ExitStack() as held:
             if (copy := self._context.working_copy) is not None:
-                copy.use_entry(self._run.id, place.parent, check)
+                copy.use_entry(run.id, place.parent, check)
                 held.enter_context(copy.fetch_lock(place, check))
             wrong = manifest.verify(place, checkpoint.manifest_sha256, check)
             if not wrong:
                 return RestoreResult(RestoreOutcome.WHOLE)
-            return restore_checkpoint(self._context, self._run, checkpoint, place, wrong, self._control)
+            result = restore_checkpoint(self._context, run, checkpoint, place, wrong, self._control)
+        if result.outcome is RestoreOutcome.BAD and self._is_judge:
+            with self._context.engine.begin() as connection:
+                connection.execute(retention.mark_corrupt(checkpoint.id, result.why, run.id, run.lease_epoch))
+        if result.outcome is RestoreOutcome.AWAY and must_answer:
+            raise self._out_of_reach(checkpoint, result)
+        return result
 
     def obtain_newest(self, remarks: list[str]) -> Any:
         """Return the furthest checkpoint that is whole; None means start from the beginning.
@@ -65,36 +79,33 @@ class CheckpointSource:
             JobError: A checkpoint is out of reach and no other one is whole, or the parent run has none.
         """
         in_engine: Any = None
-        out_of_reach: str | None = None
-        is_refused = False
+        away: list[tuple[Any, RestoreResult]] = []
         for checkpoint in self._resume_candidates():
             if self._is_in_engine(checkpoint):
                 in_engine = in_engine or checkpoint
                 continue
-            obtained = self.obtain(checkpoint)
+            result = self.obtain(checkpoint, must_answer=False)
             about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
-            if obtained.outcome is RestoreOutcome.WHOLE:
-                if obtained.why:
-                    remarks.append(f"{about} was missing or corrupt here: {obtained.why}")
+            if result.outcome is RestoreOutcome.WHOLE:
+                if result.why:
+                    remarks.append(f"{about} was missing or corrupt here: {result.why}")
                 return checkpoint
-            reason = f"{about} cannot be resumed from: {obtained.why}"
+            reason = f"{about} cannot be resumed from: {result.why}"
             log.warning("%s: %s", self._run.id, reason)
             remarks.append(reason + "; using the one before it")
-            if obtained.outcome is RestoreOutcome.AWAY:
-                out_of_reach = out_of_reach or reason
-                is_refused = is_refused or obtained.is_refused
-            self._mark_if_corrupt(checkpoint, obtained)
-        if in_engine is not None:
-            return in_engine
-        if out_of_reach is not None:
+            if result.outcome is RestoreOutcome.AWAY:
+                away.append((checkpoint, result))
+        if in_engine is None and away:
             # Starting over because a store is temporarily unavailable would discard the progress it holds.
-            raise storage_unavailable(self._context.engine, self._run, out_of_reach, is_refused=is_refused)
-        if self._run.resume_checkpoint_id:
+            is_refused = any(result.is_refused for _, result in away)
+            checkpoint, result = away[0]
+            raise self._out_of_reach(checkpoint, replace(result, is_refused=is_refused))
+        if in_engine is None and self._run.resume_checkpoint_id:
             raise JobError(
                 "config_error",
                 'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
             )
-        return None
+        return in_engine
 
     def obtain_chosen(self) -> Any:
         """Return the checkpoint that the run evaluates or exports; no other one can take its place.
@@ -106,20 +117,13 @@ class CheckpointSource:
         checkpoint = self._fetch_rows(query)[0]
         is_export = self._run.task == RunTask.export
         why = "it was deleted" if checkpoint.deleted_at else checkpoint.bad_reason
-        if why is None:
-            if is_export and self._is_in_engine(checkpoint):
-                return checkpoint
-            obtained = self.obtain(checkpoint)
-            if obtained.outcome is RestoreOutcome.WHOLE:
-                return checkpoint
-            why = obtained.why
-            if obtained.outcome is RestoreOutcome.AWAY:
-                reason = f"checkpoint {checkpoint.id} cannot be read: {why}"
-                raise storage_unavailable(self._context.engine, self._run, reason, is_refused=obtained.is_refused)
-            if is_export:
-                self._mark_if_corrupt(checkpoint, obtained)
-        done, again = ("exported", "export") if is_export else ("evaluated", "evaluate")
-        raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be {done}: {why}; {again} another one")
+        if why is None and not (is_export and self._is_in_engine(checkpoint)):
+            result = self.obtain(checkpoint)
+            why = None if result.outcome is RestoreOutcome.WHOLE else result.why
+        if why is not None:
+            done, again = ("exported", "export") if is_export else ("evaluated", "evaluate")
+            raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be {done}: {why}; {again} another one")
+        return checkpoint
 
     def obtain_best_evaluated(self) -> EvaluatedCheckpoint | None:
         """Return the checkpoint with the best evaluation, the earliest of several, of this run and those it resumes.
@@ -138,27 +142,46 @@ class CheckpointSource:
         score, step, best = min(evaluated, key=lambda candidate: candidate[:2])
         is_exported = self._run.task == RunTask.train and self._run.config.get("export") != "last"
         if self._context.working_copy is not None and is_exported:
-            obtained = self.obtain(best)
-            if obtained.outcome is RestoreOutcome.AWAY:
-                reason = f"the best checkpoint {best.id} cannot be read: {obtained.why}"
-                error = storage_unavailable(self._context.engine, self._run, reason, is_refused=obtained.is_refused)
+            try:
+                self.obtain(best)
+            except JobError as error:
                 if error.pause_seconds is not None:
-                    raise error
+                    raise
                 # After hours the run goes on, and exports the last weights with a warning.
         return EvaluatedCheckpoint(
             path=self.folder_of(best), step=step, manifest_sha256=best.manifest_sha256, metric=method.to_score(score)
         )
 
+    def obtain_from_lead(self, place: Path) -> None:
+        """Fetch a checkpoint of the lead, which may still be about to send it, to its folder here.
+
+        Raises:
+            JobError: It cannot be fetched.
+        """
+        run_id, attempt = place.parents[1].name, int(place.parent.name.removeprefix("a"))
+        query = select(Checkpoint.__table__).where(
+            Checkpoint.run_id == run_id, Checkpoint.attempt == attempt, Checkpoint.name == place.name
+        )
+        until = time.monotonic() + self._context.settings.hang_seconds
+        while True:
+            checkpoint = self._fetch_rows(query)[0]
+            result = self.obtain(checkpoint, must_answer=False)
+            if result.outcome is RestoreOutcome.WHOLE:
+                return
+            if checkpoint.replicated_at is not None or time.monotonic() >= until:
+                message = f"checkpoint {checkpoint.id}, from which the run continues, cannot be fetched: {result.why}"
+                raise JobError(STORAGE_UNAVAILABLE, message, is_transient=True)
+            self._control.raise_if_ended()
+            time.sleep(_LOOK_SECONDS)
+
+    def _out_of_reach(self, checkpoint: Any, result: RestoreResult) -> JobError:
+        reason = f"checkpoint {checkpoint.id} (step {checkpoint.step}) cannot be read: {result.why}"
+        return storage_unavailable(self._context.engine, self._run, reason, is_refused=result.is_refused)
+
     def _is_in_engine(self, checkpoint: Any) -> bool:
         """Return True if the trainer fetches a checkpoint from the engine that the run's configuration names."""
         is_elsewhere = has_replicas(self._run.config) and checkpoint.replicated_at is None
         return is_elsewhere and not self.folder_of(checkpoint).exists()
-
-    def _mark_if_corrupt(self, checkpoint: Any, obtained: RestoreResult) -> None:
-        if obtained.outcome is RestoreOutcome.BAD:
-            run = self._run
-            with self._context.engine.begin() as connection:
-                connection.execute(retention.mark_corrupt(checkpoint.id, obtained.why, run.id, run.lease_epoch))
 
     def _resume_candidates(self) -> Iterator[Any]:
         """Yield this run's checkpoints, then the one it was created to resume and those before it, of all ancestors.

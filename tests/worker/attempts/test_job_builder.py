@@ -104,7 +104,7 @@ def test_it_goes_on_from_the_furthest_checkpoint(lab: Lab) -> None:
     newest = lab.save(20)
     job, reported = lab.next_attempt()
     assert (reported["resume_from"]["path"], reported["resume_from"]["step"]) == (str(newest), 20)
-    assert (job.start_step, job.best_loss, job.best_score, job.remarks) == (20, 20.0, 10.0, [])
+    assert (job.start.step, job.start.best_loss, job.start.best_score, job.remarks) == (20, 20.0, 10.0, [])
 
 
 @pytest.mark.parametrize("damage", ["flipped", "torn", "gone"])
@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_is_marked_reported_and_skipped(lab: Lab, damage: s
         case "gone":
             (newest / file_manifest.MANIFEST).unlink()
     job, reported = lab.next_attempt()
-    assert (reported["resume_from"]["path"], job.start_step) == (str(good), 10)
+    assert (reported["resume_from"]["path"], job.start.step) == (str(good), 10)
     (remark,) = job.remarks
     assert lab.ids[20] in remark and "cannot be resumed from" in remark
     reasons = lab.bad_reasons()
@@ -130,7 +130,7 @@ def test_when_every_checkpoint_is_damaged_training_starts_over(lab: Lab) -> None
         flip(lab.save(step))
     job, reported = lab.next_attempt()
     assert reported["resume_from"] is None
-    assert (job.start_step, job.best_loss, len(job.remarks)) == (0, None, 2)
+    assert (job.start.step, job.start.best_loss, len(job.remarks)) == (0, None, 2)
 
 
 def test_a_run_that_resumes_another_never_starts_over_by_itself(lab: Lab) -> None:

@@ -30,7 +30,7 @@ from worker.attempts.outcome import conclude_attempt, ended_here_before, exit_of
 from worker.context import WorkerContext
 from worker.devices import Machine
 from worker.ingest.event_writer import EventWriter
-from worker.ingest.record_handler import RecordHandler
+from worker.ingest.record_handler import RecordHandler, StartPoint
 from worker.lease import EndedPart, Lease
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
@@ -298,7 +298,7 @@ def test_half_written_files_of_a_killed_trainer_are_removed(
     processes = SimpleNamespace(identities=[], close=lambda: None)
     device: Any = SimpleNamespace(index=0, kind="cpu", for_job=dict)
     job = SimpleNamespace(
-        path=storage.root / "job.json", config={}, secrets={}, start_step=0, start_epoch=0.0, best_loss=None, best_score=None, remarks=[]
+        path=storage.root / "job.json", config={}, secrets={}, remarks=[], start=StartPoint(0, 0.0, None)
     )
     for name, instead in {
         "prepare_job": lambda *_: job, "launch_processes": lambda *_: processes, "Monitor": Killed,

@@ -43,7 +43,7 @@ def test_attempt_resumes_from_checkpoint_saved_on_another_machine(lab: StoreLab,
         lab.save(step)
     lab.move(tmp_path / "the first machine")
     for start in (0, 10, 20):
-        assert lab.next_attempt()[0].start_step == start
+        assert lab.next_attempt()[0].start.step == start
         lab.save(start + 10)
         with lab.engine.begin() as connection:
             retention.retire_checkpoints(connection, lab.trainer.run_id, 1)
@@ -59,7 +59,7 @@ class TestTheNextAttempt:
         lab.wait_until_sent(2)
         lab.move(tmp_path / "the first machine")
         job, reported = lab.next_attempt()
-        assert (reported["resume_from"]["path"], job.start_step) == (str(newest), 20)
+        assert (reported["resume_from"]["path"], job.start.step) == (str(newest), 20)
         assert (newest / "weights").read_bytes() == written and "was fetched" in job.remarks[0]
         assert set(lab.bad_reasons().values()) == {None}
 
@@ -70,7 +70,7 @@ class TestTheNextAttempt:
         lab.wait_until_sent(2)
         flip(newest)
         job, _ = lab.next_attempt()
-        assert job.start_step == 20 and "other contents" in job.remarks[0]
+        assert job.start.step == 20 and "other contents" in job.remarks[0]
         assert manifest.verify(newest, lab.rows()[-1].manifest_sha256) == []
         assert set(lab.bad_reasons().values()) == {None}
 
@@ -82,7 +82,7 @@ class TestTheNextAttempt:
         flip(next(share.rglob("checkpoint-20")))
         lab.move(tmp_path / "the first machine")
         job, _ = lab.next_attempt()
-        assert job.start_step == 10 and "it is corrupt in the storage" in job.remarks[0]
+        assert job.start.step == 10 and "it is corrupt in the storage" in job.remarks[0]
 
     def test_waits_for_a_store_that_is_away_rather_than_start_over(
         self, lab: StoreLab, share: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,13 +99,13 @@ class TestTheNextAttempt:
             lab.next_attempt()
         assert refused.value.is_transient and lab.bad_reasons() == {10: None}
         (share / "away").rename(weights)
-        assert lab.next_attempt()[0].start_step == 10
+        assert lab.next_attempt()[0].start.step == 10
 
     def test_calls_what_was_never_sent_and_is_not_here_no_damage(self, lab: StoreLab, tmp_path: Path) -> None:
         lab.save_queued(10)
         lab.move(tmp_path / "the first machine")
         job, _ = lab.next_attempt()
-        assert job.start_step == 0 and lab.bad_reasons() == {10: None}
+        assert job.start.step == 0 and lab.bad_reasons() == {10: None}
 
 
 class TestACorruptOneInTheStore:
@@ -113,7 +113,7 @@ class TestACorruptOneInTheStore:
         self, moved: StoreLab, share: Path
     ) -> None:
         flip(next(share.rglob("checkpoint-20")))
-        assert moved.next_attempt()[0].start_step == 10
+        assert moved.next_attempt()[0].start.step == 10
         assert moved.bad_reasons() == {10: None, 20: None}
         assert [row.replicated_at is not None for row in moved.rows()] == [True, False]
 
@@ -129,7 +129,7 @@ class TestACorruptOneInTheStore:
             for path, content in intact.items():
                 path.write_bytes(content)
 
-        assert moved.next_attempt(RestoreControl(lambda: False, repair))[0].start_step == 20
+        assert moved.next_attempt(RestoreControl(lambda: False, repair))[0].start.step == 20
         assert [row.replicated_at is not None for row in moved.rows()] == [True, True]
 
     def test_checkpoint_damaged_here_and_in_the_store_is_given_up(self, lab: StoreLab, share: Path) -> None:
@@ -138,7 +138,7 @@ class TestACorruptOneInTheStore:
         lab.wait_until_sent(1)
         flip(flipped)
         flip(next(share.rglob("checkpoint-10")))
-        assert lab.next_attempt()[0].start_step == 0
+        assert lab.next_attempt()[0].start.step == 0
         assert "it is corrupt in the storage" in (lab.bad_reasons()[10] or "")
 
 
@@ -195,7 +195,7 @@ def test_half_fetched_files_of_a_dead_worker_are_removed_by_the_next_resume(lab:
     for half in halves:
         half.mkdir()
     with lab.context.working_copy.used_by(child.id):
-        assert prepare_job(lab.context, run_row(engine, trainer.run_id), CPU, WAITS).start_step == 10
+        assert prepare_job(lab.context, run_row(engine, trainer.run_id), CPU, WAITS).start.step == 10
     assert [half.is_dir() for half in halves] == [True, False] and whole.is_dir()
 
 

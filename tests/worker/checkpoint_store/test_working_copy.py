@@ -362,7 +362,7 @@ class TestTheNextAttempt:
         (lab.storage.root / "datasets").mkdir()
         job, reported = lab.next_attempt()
         best = reported["best_checkpoint"]
-        assert (job.start_step, best["step"]) == (20, 10)
+        assert (job.start.step, best["step"]) == (20, 10)
         assert manifest.verify(Path(best["path"]), best["manifest_sha256"]) == []
         flip(Path(best["path"]))
         lab.next_attempt()
