@@ -155,7 +155,7 @@ MUTANTS = (
         name="member-removes-what-the-lead-writes",
         promises=(3,),
         about="A worker of a part cleans up the folder of an attempt whose lead still writes to it.",
-        changes=(Change("worker/attempts/part.py", "            if not is_live:\n", "            if True:\n"),),
+        changes=(Change("worker/attempts/part.py", "            if is_live is False:\n", "            if True:\n"),),
         test="tests/worker/attempts/test_part.py::TestFiles"
         "::test_after_a_lost_connection_it_waits_for_the_end_of_the_attempt",
     ),

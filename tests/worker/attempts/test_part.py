@@ -23,6 +23,7 @@ from worker.attempts import device_checks
 from worker.attempts import part as part_module
 from worker.attempts.outcome import exit_of
 from worker.attempts.part import PartSupervisors
+from worker.attempts.part_log import PartLog
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.lease import EndedPart
@@ -136,7 +137,7 @@ def test_a_log_line_that_the_database_does_not_take_costs_no_other(
         append(connection, run_id, lease_epoch, batch)
 
     monkeypatch.setattr(event_log, "append_lines", refuse)
-    with part_module._PartLog(context, ClaimedRun.from_row(claimed)) as sink:
+    with PartLog(context, ClaimedRun.from_row(claimed)) as sink:
         for line in lines:
             sink.enqueue_item(NewEvent.from_payload("log", 1.0, {"line": line, "stream": "stdout", "level": "info"}))
     stored = [data["line"] for _, kind, _, data in events_of(engine, claimed.id) if kind == "log"]
@@ -147,7 +148,7 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
     context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(part_module, "_VISIBLE_SECONDS", 0.2)
-    prepare, preparations = part_module._Part._prepare_job, []
+    prepare, preparations = part_module.Part._prepare_job, []
 
     def away_at_first(part: Any) -> Any:
         preparations.append(part)
@@ -155,7 +156,7 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
             raise OperationalError("SELECT", {}, psycopg.OperationalError("the connection is closed"))
         return prepare(part)
 
-    monkeypatch.setattr(part_module._Part, "_prepare_job", away_at_first)
+    monkeypatch.setattr(part_module.Part, "_prepare_job", away_at_first)
     supervisors = take(context, engine)
     with engine.begin() as connection:
         connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
@@ -206,7 +207,7 @@ class TestFiles:
         with engine.connect() as connection:
             (row,) = connection.execute(parts.of_worker(context.id)).all()
         lease = SimpleNamespace(meeting="tcp://10.0.0.1:4000", fenced=False, expired=False)
-        part = part_module._Part(context, row, lease)  # type: ignore[arg-type]
+        part = part_module.Part(context, row, lease)  # type: ignore[arg-type]
         part._attempt = 1
         return part
 
@@ -261,7 +262,7 @@ class TestEnd:
         """A part whose processes have ended, or must."""
         with engine.connect() as connection:
             (row,) = connection.execute(parts.of_worker(context.id)).all()
-        return part_module._Part(context, row, SimpleNamespace(meeting="10.0.0.1:4000", fenced=True))  # type: ignore[arg-type]
+        return part_module.Part(context, row, SimpleNamespace(meeting="10.0.0.1:4000", fenced=True))  # type: ignore[arg-type]
 
     handler: Any = SimpleNamespace(part_failure=None, tail=["the last line"])
 
