@@ -29,12 +29,13 @@ from app.tables import migrate
 from app.tables.runs import Run
 from app.workers import registry
 from app.workers.status_files import WorkerStatusFile
-from worker import devices, registration
+from worker import devices
 from worker.checkpoint_store.remote_store import RemoteStore
 from worker.checkpoint_store.uploader import CheckpointUploader
 from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.group_network import address_of
 from worker.health import WorkerHealth
+from worker.presence import registration
 from worker.process.launcher import Launcher
 from worker.telemetry import TelemetrySampler
 

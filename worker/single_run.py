@@ -21,9 +21,9 @@ from app.infra.errors import EXIT_TRY_LATER, SetupError, TryLater
 from app.infra.server_urls import resolve_urls
 from app.runs.queue.fit import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
 from app.tables.runs import Run
-from worker import registration
 from worker.attempts import device_checks, supervisor
 from worker.context import WorkerContext
+from worker.presence import registration
 from worker.signals import SignalHandler
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from anneal.contracts.training_config.fields import TrainingConfig
 from tests.jobs import make_spec
 from tests.plugin import install
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts
-from worker.registration import installed_plugins
+from worker.presence.registration import installed_plugins
 from worker.training.failures import TrainingFailure
 from worker.training.plugins import hooks
 from worker.training.plugins.callbacks import PluginCallbacks

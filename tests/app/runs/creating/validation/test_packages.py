@@ -11,7 +11,7 @@ from app.estimator.activations import LIGER_PACKAGE
 from tests.factories import make_dataset, make_model
 from tests.rows import add_worker
 from tests.server import ApiServer
-from worker import registration
+from worker.presence import registration
 
 TRAINED = {"base_model": "tiny", "method": "full", "max_steps": 1}
 
