@@ -37,6 +37,7 @@ from worker.lease import Lease
 from worker.process.channel import Channel
 from worker.process.launcher import Launcher
 from worker.process.training_process import Exit, TrainingProcess
+from worker.service import WorkerService
 from worker.wire.control import Control
 from worker.wire.journal import Journal
 from worker.wire.rank_place import RankPlace
@@ -144,14 +145,15 @@ class ThreadLauncher(Launcher):
         return TrainerThread(job_path, renew_until())
 
 
-def start_worker(settings: Settings) -> WorkerContext:
+def start_worker(settings: Settings) -> WorkerService:
     """Register a worker, and let it follow hints."""
     context = WorkerContext(settings)
     context.launcher = ThreadLauncher(settings)
     context.backends = ["fake"]
-    assert context.start()
+    service = WorkerService(context)
+    assert service.start()
     threading.Thread(target=follow_hints, args=(context,), name="hints", daemon=True).start()
-    return context
+    return service
 
 
 def follow_hints(context: WorkerContext) -> None:
@@ -192,11 +194,11 @@ def main() -> int:
     threading.stack_size(512 * 1024)
     logging.basicConfig(level=logging.WARNING)
     watch()
-    workers = [start_worker(get_settings()) for _ in range(int(sys.argv[1]))]
+    services = [start_worker(get_settings()) for _ in range(int(sys.argv[1]))]
     print("ready", flush=True)
     sys.stdin.read()
-    for context in workers:
-        context.stop_claiming()
+    for service in services:
+        service.stop_claiming()
     print(json.dumps({"claims": claims, "silences": silences, "overdue": overdue}), flush=True)
     return 0
 

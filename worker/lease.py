@@ -84,7 +84,7 @@ class Lease:
 
     def __enter__(self) -> Self:
         self._thread.start()  # fails where the user may have no more threads
-        self._context.hold_lease(self)
+        self._context.leases.hold(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +92,7 @@ class Lease:
         self._now.set()
         # A thread blocked in a statement of a frozen server must not keep the worker from ending.
         self._thread.join(_JOIN_SECONDS)
-        self._context.release_lease(self)
+        self._context.leases.release(self)
 
     @property
     def stop(self) -> StopRequest | None:

@@ -15,6 +15,7 @@ from worker.attempts.device_checks import check_devices_repeatedly
 from worker.attempts.part import PartSupervisors
 from worker.celery_worker import CeleryProgram, HintConsumer, SlotPool
 from worker.context import WorkerContext
+from worker.service import WorkerService
 from worker.signals import SignalHandler
 
 log = logging.getLogger(__name__)
@@ -36,18 +37,19 @@ def run(settings: Settings, signals: SignalHandler) -> int:
     """Run a worker until `signals` end it."""
     context = WorkerContext(settings)
     parts = PartSupervisors(context)
-    context.take_parts = parts.start_new_parts
+    service = WorkerService(context, take_parts=parts.start_new_parts)
     app = celery_app(settings.redis_url or "")
     celery_worker.register_task(app, context)
     # Celery's warning about root concerns pickled messages; the messages here are JSON without arguments.
     warnings.filterwarnings("ignore", message=".*superuser privileges")
-    signals.start(context)
+    signals.start(service)
     context.launcher.adopt_orphans()
     try:
-        if not context.start():
+        if not service.start():
             return 0
         if context.group_address is not None:
-            threading.Thread(target=check_devices_repeatedly, args=(context,), name="health", daemon=True).start()
+            arguments = (context, service.registration.note_health)
+            threading.Thread(target=check_devices_repeatedly, args=arguments, name="health", daemon=True).start()
         program = CeleryProgram(
             signals,
             app=app,
@@ -65,7 +67,7 @@ def run(settings: Settings, signals: SignalHandler) -> int:
         parts.wait()
         return program.exitcode or 0
     finally:
-        context.close()
+        service.close()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 from celery.worker import state
 
 from app.workers.status_files import DRAIN_SIGNAL, SHUTDOWN_SIGNAL
-from worker.context import WorkerContext
+from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class SignalHandler:
             if signal.getsignal(number) != signal.SIG_IGN:  # `nohup anneal worker &` is meant to outlive its terminal
                 signal.signal(number, self._on_signal)
 
-    def start(self, context: WorkerContext) -> None:
+    def start(self, service: WorkerService) -> None:
         """Apply signals to this worker from now on, including those already received."""
-        threading.Thread(target=self._handle_signals, args=[context], name="signals", daemon=True).start()
+        threading.Thread(target=self._handle_signals, args=[service], name="signals", daemon=True).start()
 
     def ignore_signals(self) -> None:
         """Ignore further signals: at its end, Python restores default handlers, and a second signal would kill."""
@@ -49,7 +49,7 @@ class SignalHandler:
         with suppress(BlockingIOError):  # so many are queued that this one adds nothing
             os.write(self._writing, bytes([number]))
 
-    def _handle_signals(self, context: WorkerContext) -> None:
+    def _handle_signals(self, service: WorkerService) -> None:
         deadline = None
         while True:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -61,11 +61,11 @@ class SignalHandler:
             for number in os.read(self._reading, 64):
                 if number == DRAIN_SIGNAL:
                     log.info("draining: no further run is taken, current runs finish")
-                    context.stop_claiming()
+                    service.stop_claiming()
                 elif deadline is None:
                     log.info("shutting down: trainers save, runs are released")
-                    context.drain()
-                    deadline = time.monotonic() + context.settings.save_grace_seconds + _EXTRA_SECONDS
+                    service.drain()
+                    deadline = time.monotonic() + service.context.settings.save_grace_seconds + _EXTRA_SECONDS
             # Celery stops taking hints, waits for its threads and returns.
             state.should_stop = 0
             os.eventfd_write(self.ending, 1)

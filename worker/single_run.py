@@ -24,6 +24,7 @@ from app.tables.runs import Run
 from worker.attempts import device_checks, supervisor
 from worker.context import WorkerContext
 from worker.presence import registration
+from worker.service import WorkerService
 from worker.signals import SignalHandler
 
 log = logging.getLogger(__name__)
@@ -67,14 +68,15 @@ def run(settings: Settings, signals: SignalHandler, run_id: str, lease_epoch: in
     `hangs` is cancelled by the claim.
     """
     context = WorkerContext(settings, only_run=(run_id, lease_epoch))
-    signals.start(context)
+    service = WorkerService(context)
+    signals.start(service)
     context.launcher.adopt_orphans()
     try:
-        if context.start(_DATABASE_SECONDS):
+        if service.start(_DATABASE_SECONDS):
             _claim_and_train(context, run_id, lease_epoch, hangs)
     finally:
         hangs.cancel()
-        context.close()
+        service.close()
 
 
 def _give_up() -> None:

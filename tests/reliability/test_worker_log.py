@@ -30,5 +30,5 @@ def test_lines_of_supervisor_and_lease_carry_run_and_attempt(stack: Stack) -> No
     assert {"worker.lease", "worker.attempts.supervisor"} <= {line["logger"] for line in concern}
     assert {(line["run_id"], line["attempt"]) for line in concern} == {(run_id, 1)}
     others = [line for line in lines() if run_id not in line["event"]]
-    assert any(line["logger"] == "worker.context" for line in others)
-    assert not [line for line in others if line["logger"] == "worker.context" and "run_id" in line]
+    assert any(line["logger"] == "worker.service" for line in others)
+    assert not [line for line in others if line["logger"] == "worker.service" and "run_id" in line]

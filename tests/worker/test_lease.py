@@ -1,6 +1,7 @@
 """How long a run counts as ours: from the moment a renewal was sent, by a clock that nobody sets."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,10 +35,7 @@ class Context:
     def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
         self.lease_engine = engine
-
-    def hold_lease(self, lease: Lease) -> None: ...
-
-    def release_lease(self, lease: Lease) -> None: ...
+        self.leases = SimpleNamespace(hold=lambda _: None, release=lambda _: None)
 
 
 class Clock:

@@ -144,7 +144,7 @@ class Attempt:
             job = None if context.working_copy is None else JobSpec.from_file(group.job_path).model_dump(mode="json")
             announcement = parts.announce(run.id, run.lease_epoch, meeting.place, job)
             self._transact(lambda connection: connection.execute(announcement))
-            context.signal_control(run.id)
+            context.publisher.signal_control(run.id)
             processes = launch_processes(context, self._lease, group, self._devices, self.is_unwanted, meeting)
         except BaseException:
             meeting_port.close()

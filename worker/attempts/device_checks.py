@@ -1,6 +1,7 @@
 """Checks of the devices of this worker, before a run is claimed and before a part of one is started."""
 
 import logging
+from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -23,16 +24,16 @@ def wait_for_devices(context: WorkerContext) -> None:
             break
 
 
-def check_devices_repeatedly(context: WorkerContext) -> None:
+def check_devices_repeatedly(context: WorkerContext, note_health: Callable[[str | None], None]) -> None:
     """Check again and again what is checked before a claim, since other workers claim the devices of this one too.
 
-    For a thread of its own: a check of shared storage may hang.
+    For a thread of its own: a check of shared storage may hang. `note_health` gets the reason why no run is taken.
     """
     wait_for_devices(context)
     while not context.closing.is_set():
         try:
             pause_unusable_devices(context)
-            context.note_health(context.health.unhealthy_reason())
+            note_health(context.health.unhealthy_reason())
         except Exception:  # without this thread other workers would claim nothing here again
             log.exception("the check of this worker failed")
         context.closing.wait(context.settings.renew_seconds)

@@ -221,7 +221,7 @@ class Part:
         statements = [*parts.end(row.run_id, row.lease_epoch, row.part, self._context.id, outcome), *self._verdicts]
         while self._transact(lambda connection: [connection.execute(statement) for statement in statements]) is None:
             time.sleep(_RETRY_SECONDS)
-        self._context.signal_control(row.run_id)
+        self._context.publisher.signal_control(row.run_id)
 
     def clean_up_after_attempt(self) -> None:
         """Remove what the processes have left half written, once the attempt is over: until then its lead may write."""
@@ -356,7 +356,7 @@ class Part:
         statement = parts.leave(row.run_id, row.lease_epoch, row.part)
         if self._transact(lambda connection: connection.execute(statement)) is not None:
             self._is_leaving = True
-            self._context.signal_control(row.run_id)
+            self._context.publisher.signal_control(row.run_id)
 
 
 def _part_activity(processes: TrainingGroup, handler: RecordHandler) -> PartActivity:

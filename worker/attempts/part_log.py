@@ -77,4 +77,4 @@ class PartLog:
             self._dropped += len(batch)
             log.warning("%s: %d log lines of its part are not stored: %s", self._run.id, self._dropped, error)
             return
-        self._context.wake_streams(self._run.id)
+        self._context.publisher.wake_streams(self._run.id)

@@ -58,9 +58,9 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
         return None
     run = ClaimedRun.from_row(row)
     log.info("%s: attempt %d starts", run.id, run.attempt, extra={"run_id": run.id, "attempt": run.attempt})
-    context.wake_streams(run.id)
+    context.publisher.wake_streams(run.id)
     for worker_id in run.members:
-        context.signal_control(worker_id)
+        context.publisher.signal_control(worker_id)
     return run
 
 
@@ -85,9 +85,9 @@ def supervise_run(context: WorkerContext, run: ClaimedRun, claimed_at: float) ->
         if str(error) != _NO_THREAD:
             raise
         release_unstarted(context, run, "the user of this worker may have no more threads (`ulimit -u`)")
-    context.wake_streams(run.id)
+    context.publisher.wake_streams(run.id)
     if run.members:
-        context.signal_control(run.id)
+        context.publisher.signal_control(run.id)
 
 
 def release_unstarted(context: WorkerContext, run: ClaimedRun, problem: str) -> None:

@@ -187,7 +187,7 @@ class EventWriter:
             if not self._over:
                 self._waiting.drop_first(count)
             self._changed.notify_all()
-        self._context.wake_streams(self._run.id)
+        self._context.publisher.wake_streams(self._run.id)
 
     def _next_batch(self) -> list[NewEvent | RunUpdate]:
         """Return the first events that wait, up to the next change; or one change; or nothing."""

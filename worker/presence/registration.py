@@ -2,22 +2,38 @@
 
 import importlib.util
 import logging
+import math
+import time
 from importlib.metadata import entry_points, version
 from pathlib import Path
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from anneal.contracts.plugins import PLUGINS
 from anneal.contracts.training_config.optimizers import OPTIMIZERS
+from app.base_models import sources
+from app.config import Settings
 from app.estimator.activations import LIGER_PACKAGE
+from app.infra.db import is_away
+from app.infra.errors import SetupError
+from app.infra.files.object_store import StoreUnavailable, WrongStore
 from app.infra.process.identity import ProcessIdentity
 from app.runs.state import machine as state_machine
 from app.runs.state import parts
+from app.tables import migrate
 from app.workers import registry
+from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.devices import Machine
 from worker.process.launcher import Launcher
 
 log = logging.getLogger(__name__)
+
+_MARK_SECONDS = 30.0
+"""Time for which a worker that starts together with the API waits until that has marked the object store."""
+
+_CHECKED_ROUNDS = 3
+"""Heartbeats for which a check of this worker's health counts."""
 
 
 def pid_scope(identity: ProcessIdentity) -> str:
@@ -58,55 +74,124 @@ def release_dead(connection: Connection, host: str) -> None:
         log.warning("%d dead worker(s) of this machine found, %d run(s) reaped", len(dead), len(moved))
 
 
-def register_worker(
-    connection: Connection,
-    worker_id: str,
-    host: str,
-    machine: Machine,
-    backends: list[str],
-    labels: tuple[str, ...],
-    launcher: Launcher,
-    *,
-    gguf: bool,
-    group_address: str | None,
-    model_sources: str | None,
-) -> None:
-    """Write this worker and its devices into the database."""
-    me = ProcessIdentity.of_this_process()
-    connection.execute(
-        registry.register_worker(
+class Registration:
+    """This worker in the database: its row, which heartbeats keep, and those of its devices."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        worker_id: str,
+        host: str,
+        machine: Machine,
+        backends: list[str],
+        launcher: Launcher,
+        group_address: str | None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.group_address = group_address
+        """Address at which processes of other hosts reach those of this worker; None: it trains no run with others."""
+        self._settings = settings
+        self._host = host
+        self._machine = machine
+        self._backends = backends
+        self._launcher = launcher
+        self._healthy_at = -math.inf
+        """Monotonic time of the last check that found no trouble."""
+
+    def note_health(self, trouble: str | None) -> None:
+        """Record a check of this worker: with trouble, or if the check is old, others claim none of its devices."""
+        self._healthy_at = -math.inf if trouble else time.monotonic()
+
+    def open_address(self) -> str | None:
+        """Return the address under which other workers may claim devices of this one."""
+        is_healthy = time.monotonic() - self._healthy_at < _CHECKED_ROUNDS * self._settings.renew_seconds
+        return self.group_address if is_healthy else None
+
+    def try_register(self, engine: Engine, copy: WorkingCopy | None, waited_seconds: float) -> str | None:
+        """Register this worker; return a sentence that says why not, if that may change by itself.
+
+        Raises:
+            SetupError: The database schema is older than this code, or the object store is another one than the API's.
+        """
+        try:
+            with engine.connect() as connection:
+                if older := migrate.schema_error(migrate.current_revision(connection)):
+                    raise SetupError(older)
+            if copy is not None:
+                self._check_storage(copy, waited_seconds)
+            with engine.begin() as connection:
+                release_dead(connection, self._host)
+                connection.execute(registry.delete_old(older_than_days=30))
+                self.register(connection)
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            log.warning("the database cannot be reached, trying again: %s", error)
+            why = " ".join(str(getattr(error, "orig", None) or error).split())
+            cause = f"the server is away, or ANNEAL_DATABASE_URL of {self._host} is wrong"
+            return f"the database cannot be reached from {self._host} ({cause}): {why}"
+        except WrongStore as error:
+            log.warning("this worker waits for its storage: %s", error)
+            return f"the storage {self._settings.storage_url} cannot be used: {error}"
+        return None
+
+    def _check_storage(self, copy: WorkingCopy, waited_seconds: float) -> None:
+        """Check that the object store is the API's; if it does not answer now, each attempt checks it.
+
+        Raises:
+            SetupError: It is another one.
+            WrongStore: It has no mark yet, and the API may be about to start.
+        """
+        url = self._settings.storage_url
+        try:
+            copy.check_store()
+        except WrongStore as error:
+            if error.is_marked or waited_seconds > _MARK_SECONDS:
+                raise SetupError(f"the storage {url} cannot be used: {error}.") from error
+            raise
+        except StoreUnavailable as error:
+            log.warning("the storage %s cannot be checked now: %s", url, error)
+
+    def record_heartbeat(self, connection: Connection, *, is_draining: bool) -> None:
+        """Record that this worker is alive; register it again if its row was deleted."""
+        state, launcher = "draining" if is_draining else "online", self._launcher
+        alive = registry.record_heartbeat(
+            self.worker_id, state, launcher.mode, launcher.reason, self.open_address()
+        )
+        if connection.execute(alive).one_or_none() is None:
+            self.register(connection)
+
+    def register(self, connection: Connection) -> None:
+        """Write this worker and its devices into the database."""
+        me = ProcessIdentity.of_this_process()
+        worker = {
+            "id": self.worker_id,
+            "host": self._host,
+            "pid": me.pid,
+            "boot_id": pid_scope(me),
+            "process_started": me.start_time,
+            "version": version("anneal"),
+            "slots": self._machine.slots,
+            "backends": self._backends,
+            "labels": list(self._settings.labels),
+            "launch_mode": self._launcher.mode,
+            "launch_reason": self._launcher.reason,
+            "plugins": installed_plugins(),
+            "packages": installed_packages(),
+            "gguf": has_gguf_converter(self._settings.gguf_converter),
+            "model_sources": sources.source_fingerprint(self._settings),
+            "group_address": self.open_address(),
+        }
+        connection.execute(registry.register_worker(worker))
+        devices = [
             {
-                "id": worker_id,
-                "host": host,
-                "pid": me.pid,
-                "boot_id": pid_scope(me),
-                "process_started": me.start_time,
-                "version": version("anneal"),
-                "slots": machine.slots,
-                "backends": backends,
-                "labels": list(labels),
-                "launch_mode": launcher.mode,
-                "launch_reason": launcher.reason,
-                "plugins": installed_plugins(),
-                "packages": installed_packages(),
-                "gguf": gguf,
-                "model_sources": model_sources,
-                "group_address": group_address,
+                "worker_id": self.worker_id,
+                "index": device.index,
+                "uid": device.id,
+                "kind": device.kind,
+                "name": device.name,
+                "memory_mb": device.memory_bytes // 2**20,
             }
-        )
-    )
-    connection.execute(
-        registry.register_devices(
-            [
-                {
-                    "worker_id": worker_id,
-                    "index": device.index,
-                    "uid": device.id,
-                    "kind": device.kind,
-                    "name": device.name,
-                    "memory_mb": device.memory_bytes // 2**20,
-                }
-                for device in machine.devices
-            ]
-        )
-    )
+            for device in self._machine.devices
+        ]
+        connection.execute(registry.register_devices(devices))

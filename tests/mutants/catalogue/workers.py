@@ -71,11 +71,11 @@ MUTANTS = (
             Change(
                 "worker/ingest/event_writer.py",
                 "            first = batch[0]\n",
-                "            first = batch[0]\n            self._context.wake(self._run.id)\n",
+                "            first = batch[0]\n            self._context.publisher.wake_streams(self._run.id)\n",
             ),
             Change(
                 "worker/ingest/event_writer.py",
-                "            self._changed.notify_all()\n        self._context.wake_streams(self._run.id)\n",
+                "            self._changed.notify_all()\n        self._context.publisher.wake_streams(self._run.id)\n",
                 "            self._changed.notify_all()\n",
             ),
         ),

@@ -142,7 +142,7 @@ def test_readers_are_woken_when_there_is_something_to_read(
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings)
     seen: list[int] = []
-    monkeypatch.setattr(context, "wake_streams", lambda run_id: seen.append(len(events_of(engine, run_id))))
+    monkeypatch.setattr(context.publisher, "wake_streams", lambda run_id: seen.append(len(events_of(engine, run_id))))
     lease: Any = SimpleNamespace(fenced=False, expired=False, run_id=run.id)
     context.storage.attempt_dir(run.id, run.attempt).mkdir(parents=True)
     with EventWriter(context, run, lease) as writer:

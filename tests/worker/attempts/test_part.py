@@ -28,6 +28,7 @@ from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.lease import EndedPart
 from worker.process.training_process import Exit
+from worker.service import WorkerService
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
 
@@ -36,9 +37,10 @@ def context(settings: Settings, engine: Engine) -> Iterator[WorkerContext]:
     """A worker that trains runs together with others, registered with its device."""
     (settings.storage_root / "datasets").mkdir(parents=True, exist_ok=True)
     context = WorkerContext(settings.model_copy(update={"group_interface": "lo", "slots": 1}))
-    context.note_health(None)
+    registration = WorkerService(context).registration
+    registration.note_health(None)
     with engine.begin() as connection:
-        context._register_worker(connection)
+        registration.register(connection)
         connection.execute(update(Worker).where(Worker.id == context.id).values(backends=["fake"]))
         connection.execute(update(Device).where(Device.worker_id == context.id).values(memory_mb=1000))
     yield context
@@ -99,9 +101,7 @@ def test_without_the_files_of_the_run_it_ends_with_their_path(
 
 def _has_ended(context: WorkerContext, run_id: str, engine: Engine) -> bool:
     """Have the lease of the part renewed, as a message of the lead does; return True once the part has ended."""
-    lease = context._leases.get(run_id)
-    if lease is not None:
-        lease.renew_now()
+    context.leases.renew_now(run_id)
     return outcome(engine, run_id) is not None
 
 
@@ -166,13 +166,15 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
 
 
 def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(context: WorkerContext) -> None:
-    assert context._open_address() == context.group_address
-    context.note_health("the storage is full")
-    assert context._open_address() is None
-    context.note_health(None)
-    assert context._open_address() is not None
-    context._healthy_at -= 3 * context.settings.renew_seconds
-    assert context._open_address() is None, "the last check is too long ago: the storage may hang"
+    registration = WorkerService(context).registration
+    assert registration.open_address() is None, "it is not checked yet"
+    registration.note_health(None)
+    assert registration.open_address() == context.group_address is not None
+    registration.note_health("the storage is full")
+    assert registration.open_address() is None
+    registration.note_health(None)
+    registration._healthy_at -= 3 * context.settings.renew_seconds
+    assert registration.open_address() is None, "the last check is too long ago: the storage may hang"
 
 
 def test_a_device_that_another_program_took_since_the_claim_ends_it_and_is_paused(

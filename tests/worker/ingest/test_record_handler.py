@@ -46,7 +46,7 @@ class Lab:
         self.draining = threading.Event()
         context: Any = SimpleNamespace(
             engine=engine,
-            wake_streams=lambda _: None,
+            publisher=SimpleNamespace(wake_streams=lambda _: None),
             storage=Storage(settings),
             settings=settings,
             draining=self.draining,
