@@ -106,7 +106,7 @@ class Attempt:
         else:
             transition = self.conclude(end)
             self.wait_for_uploads()
-        result = self._record_handler.result
+        result = self._record_handler.state.result
         has_output = repair is None and result is not None and bool(result.get("output"))
         return self.deliver(transition, has_output=has_output)
 
@@ -173,23 +173,23 @@ class Attempt:
 
     def judge_devices(self) -> None:
         """Pause the device whose failure was reported; let all take runs again if the trainer ended well."""
-        handler = self._record_handler
-        if handler.result is not None and (
-            statements := device_verdicts(self._context, self._devices, handler.result, handler.failed_rank)
+        state = self._record_handler.state
+        if state.result is not None and (
+            statements := device_verdicts(self._context, self._devices, state.result, state.failed_rank)
         ):
             self._transact(lambda connection: [connection.execute(statement) for statement in statements])
 
     def find_repair(self, job: Job, end: Exit) -> Repair | None:
         """Return a repair with which another attempt continues the run; None if none is known or wanted."""
-        handler = self._record_handler
-        result, config, repair = handler.result, handler.effective or job.config, None
+        state = self._record_handler.state
+        result, config, repair = state.result, state.effective or job.config, None
         if result is not None and result["outcome"] == "failed":
             error = result.get("error")
             code = error["code"] if error else "internal"
-            repair = auto_repair.propose_repair(config, handler.phase, code, result.get("repair"))
+            repair = auto_repair.propose_repair(config, state.phase, code, result.get("repair"))
         # On a GPU it was the machine's memory that ran out, and a smaller batch does not need less of it.
         elif not result and end.out_of_memory and not end.killed_for and self._devices[0].kind == "cpu":
-            repair = auto_repair.propose_repair(config, handler.phase, auto_repair.OUT_OF_MEMORY, None)
+            repair = auto_repair.propose_repair(config, state.phase, auto_repair.OUT_OF_MEMORY, None)
         if repair is not None:
             self._writer.drain()  # its last checkpoint may not be stored yet
             repair = self._transact(partial(auto_repair.resolve_repair, run=self._run, repair=repair))
@@ -197,18 +197,19 @@ class Attempt:
 
     def report_failure(self, memory_watch: MemoryWatch, end: Exit, repair: Repair | None) -> None:
         """Store the failure report, if the attempt has failed."""
-        if repair or needs_failure_report(self._record_handler, end):
+        state = self._record_handler.state
+        if repair or needs_failure_report(state, end):
             rank = end.rank if self._run.devices_needed > 1 else None
-            report = failure_report.build_failure_report(self._record_handler, memory_watch, end, repair, rank)
+            report = failure_report.build_failure_report(state, memory_watch, end, repair, rank)
             self._writer.enqueue_item(failure_report.store_failure_report(self._run, report, time.time()))
 
     def conclude(self, end: Exit) -> Executable:
         """Return the transition that follows from the trainer's result and the end of its processes."""
-        handler = self._record_handler
-        is_repeated = is_signal_death(handler, end) and self._transact(
-            partial(ended_here_before, run=self._run, step=handler.step)
+        state = self._record_handler.state
+        is_repeated = is_signal_death(state, end) and self._transact(
+            partial(ended_here_before, run=self._run, step=state.step)
         )
-        return conclude_attempt(self._context, self._run, self._lease, handler, end, is_repeated)
+        return conclude_attempt(self._context, self._run, self._lease, state, end, is_repeated)
 
     def wait_for_uploads(self) -> None:
         """Wait until the checkpoints that the attempt has saved are in the object store, unless none of them is wanted.

@@ -9,7 +9,7 @@ from app.tables.runs import Attempt, Run
 from worker.attempts import auto_repair
 from worker.attempts.memory_watch import MemoryWatch
 from worker.claimed_run import ClaimedRun
-from worker.ingest.record_handler import RecordHandler
+from worker.ingest.attempt_state import AttemptState
 from worker.ingest.spool import RunUpdate
 from worker.process.training_process import Exit
 
@@ -17,7 +17,7 @@ _LONGEST_LINE = 2000
 
 
 def build_failure_report(
-    record_handler: RecordHandler,
+    state: AttemptState,
     memory_watch: MemoryWatch,
     end: Exit,
     repair: Repair | None,
@@ -30,12 +30,12 @@ def build_failure_report(
         rank=rank,
         killed_by_kernel=end.out_of_memory,
         killed_for=end.killed_for,
-        phase=record_handler.phase,
-        step=record_handler.step,
-        error=record_handler.result.get("error") if record_handler.result else None,
+        phase=state.phase,
+        step=state.step,
+        error=state.result.get("error") if state.result else None,
         peaks=memory_watch.peaks,
         memory=memory_watch.timeline,
-        last_lines=[line[:_LONGEST_LINE] for line in record_handler.tail],
+        last_lines=[line[:_LONGEST_LINE] for line in state.tail],
         repair=repair,
     )
 

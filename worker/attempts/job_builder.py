@@ -34,7 +34,7 @@ from worker.checkpoint_store import cleanup
 from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
-from worker.ingest.record_handler import StartPoint
+from worker.ingest.attempt_state import StartPoint
 
 log = logging.getLogger(__name__)
 

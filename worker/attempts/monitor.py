@@ -71,6 +71,7 @@ class Monitor:
         self._lease = lease
         self._writer = writer
         self._record_handler = record_handler
+        self._state = record_handler.state
         self._processes = processes
         self._memory_watch = memory_watch
         self._device_feeds = device_feeds
@@ -93,7 +94,7 @@ class Monitor:
         killed_for: KillReason | None = None
         while (ended := self._poll_exit()) is None and killed_for is None:
             self._receive_output()
-            self._memory_watch.sample_if_due(self._record_handler.phase)
+            self._memory_watch.sample_if_due(self._state.phase)
             for feed in self._device_feeds:
                 feed.put_new_report()
             if self._lease.fenced:
@@ -116,7 +117,7 @@ class Monitor:
         """Return the ranks that are suspended, and before training those for which all others wait."""
         parts = self._lease.active_parts
         suspended = (*self._processes.suspended(), *(rank for part in parts for rank in part.activity.suspended))
-        waiting = {*self._record_handler.waiting, *(rank for part in parts for rank in part.activity.waiting)}
+        waiting = {*self._state.waiting, *(rank for part in parts for rank in part.activity.waiting)}
         waiting -= {*suspended}  # it may have been suspended in a wait, and then the others wait for it
         own = dict.fromkeys(range(len(self._processes.identities)), "")
         others = {
@@ -125,7 +126,7 @@ class Monitor:
             for rank in range(part.first_rank, part.first_rank + part.devices)
         }
         behind = [f"rank {rank}{where}" for rank, where in {**own, **others}.items() if rank not in waiting]
-        is_known = waiting and not self._record_handler.training_started
+        is_known = waiting and not self._state.training_started
         return {"suspended": suspended, "behind": tuple(behind) if is_known else ()}
 
     def _poll_exit(self) -> Exit | None:
@@ -171,8 +172,8 @@ class Monitor:
     def _reason_to_kill(self) -> KillReason | None:
         if self._lease.expired:
             return "lease"
-        silent = time.monotonic() - max(self._record_handler.last_output_at, self._backpressure_at)
-        if not self._record_handler.training_started:  # the ranks here may wait for those of another host
+        silent = time.monotonic() - max(self._state.last_output_at, self._backpressure_at)
+        if not self._state.training_started:  # the ranks here may wait for those of another host
             silent = min([silent, *(part.activity.silent_seconds for part in self._lease.active_parts)])
         if silent > self._context.settings.hang_seconds:
             return "hang"
@@ -193,11 +194,11 @@ class Monitor:
             self._stop_requested_at = now  # a request that keeps less than before gets its own grace period
         self._grace = grace
         self._send_stop(stop)
-        if not self._record_handler.training_started:
+        if not self._state.training_started:
             return stop.why  # nothing to save
         if now - self._stop_requested_at <= grace:
             return None
-        self._record_handler.log_line(
+        self._record_handler.log.log_line(
             f"the training process did not stop within {grace:.0f} s and was killed", "warning"
         )
         return stop.why
@@ -221,6 +222,6 @@ class Monitor:
     def _save_during_outage(self) -> None:
         """Request a checkpoint while there is time if the database does not answer for long; once per outage."""
         is_silent = self._lease.silent_seconds >= self._context.settings.save_after_seconds
-        if is_silent and not self._has_requested_checkpoint and self._record_handler.training_started:
+        if is_silent and not self._has_requested_checkpoint and self._state.training_started:
             self._processes.send(ControlMessage(checkpoint=True))
         self._has_requested_checkpoint = is_silent

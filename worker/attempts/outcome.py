@@ -15,7 +15,7 @@ from app.workers import registry
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
-from worker.ingest.record_handler import RecordHandler
+from worker.ingest.attempt_state import AttemptState
 from worker.lease import EndedPart, Lease, LeaseLost
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
@@ -45,9 +45,9 @@ _OWN_STOPS = ("epoch_end", "time_limit", "stop_at_step")
 """Reasons for which a trainer stops without an immediate request."""
 
 
-def needs_failure_report(record_handler: RecordHandler, end: Exit) -> bool:
+def needs_failure_report(state: AttemptState, end: Exit) -> bool:
     """Return True if the end of the attempt needs a failure report."""
-    outcome = record_handler.result["outcome"] if record_handler.result else None
+    outcome = state.result["outcome"] if state.result else None
     return outcome == "failed" or (outcome is None and end.killed_for not in ("stop", "drain"))
 
 
@@ -55,7 +55,7 @@ def conclude_attempt(
     context: WorkerContext,
     run: ClaimedRun,
     lease: Lease,
-    record_handler: RecordHandler,
+    state: AttemptState,
     end: Exit,
     is_repeated: bool = False,
 ) -> Executable:
@@ -66,17 +66,17 @@ def conclude_attempt(
     Raises:
         LeaseLost: The lease expired first.
     """
-    result = record_handler.result
+    result = state.result
     if result is not None and _is_decisive(result):
         transition = _reported_transition(run, result)
     elif end.killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     elif end.killed_for == "hang":
-        transition = hang_transition(context, run, record_handler, end)
+        transition = hang_transition(context, run, state, end)
     elif result is not None or end.killed_for or end.signal in _TERMINATION_SIGNALS:
         transition = requested_end_transition(context, run, lease)
     else:
-        transition = crash_transition(run, record_handler, end, is_repeated)
+        transition = crash_transition(run, state, end, is_repeated)
     return transition
 
 
@@ -171,10 +171,10 @@ def lease_loss_transition(run: ClaimedRun, lease: Lease) -> Executable:
     return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hang_transition(context: WorkerContext, run: ClaimedRun, record_handler: RecordHandler, end: Exit) -> Executable:
+def hang_transition(context: WorkerContext, run: ClaimedRun, state: AttemptState, end: Exit) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
     silence = f"it had neither reported nor printed anything for {context.settings.hang_seconds:.0f} s"
-    reason = f"the training process hung during {record_handler.phase} and was killed: {silence}"
+    reason = f"the training process hung during {state.phase} and was killed: {silence}"
     if end.behind:
         reason += f"; the others waited for {', '.join(end.behind)}"
     if end.suspended:
@@ -209,11 +209,11 @@ def output_attempt(run: ClaimedRun, result: TrainingResult) -> int | None:
     return run.attempt if result.get("output") else None
 
 
-def is_signal_death(record_handler: RecordHandler, end: Exit) -> bool:
+def is_signal_death(state: AttemptState, end: Exit) -> bool:
     """Return True if a signal from outside the service, or a crash in native code, ended the trainer."""
     expected = (*_TERMINATION_SIGNALS, signal.SIGALRM)
     is_known = end.launcher_lost or end.out_of_memory or end.peer_lost
-    unexplained = record_handler.result is None and end.killed_for is None and not is_known
+    unexplained = state.result is None and end.killed_for is None and not is_known
     return unexplained and end.signal is not None and end.signal not in expected
 
 
@@ -230,7 +230,7 @@ def ended_here_before(connection: Connection, run: ClaimedRun, step: int | None)
     return bool(connection.scalar(select(earlier)))
 
 
-def crash_transition(run: ClaimedRun, record_handler: RecordHandler, end: Exit, is_repeated: bool) -> Executable:
+def crash_transition(run: ClaimedRun, state: AttemptState, end: Exit, is_repeated: bool) -> Executable:
     """Return the transition of a run whose trainer ended without a result.
 
     A run whose trainer was ended by a signal is tried again until that is repeated at one step.
@@ -254,9 +254,9 @@ def crash_transition(run: ClaimedRun, record_handler: RecordHandler, end: Exit, 
         return machine.fail(run.id, run.lease_epoch, "out_of_memory", f"{what}; {see}")
     how = f"signal {end.signal}" if end.signal else f"exit code {end.code}"
     which = f"the training process of rank {end.rank}" if end.rank else "the training process"
-    what = f"{which} ended with {how} during {record_handler.phase} without reporting why"
+    what = f"{which} ended with {how} during {state.phase} without reporting why"
     if end.signal and not is_repeated:
         return machine.retry(run.id, run.lease_epoch, what, _RETRY_SECONDS, code="trainer_crashed")
     if is_repeated:
-        what += f", at step {record_handler.step}, where an earlier attempt ended too"
+        what += f", at step {state.step}, where an earlier attempt ended too"
     return machine.fail(run.id, run.lease_epoch, "trainer_crashed", f"{what}; {see}")

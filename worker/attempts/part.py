@@ -153,7 +153,7 @@ class Part:
         self._attempt = run.attempt
         with PartLog(self._context, run) as sink:
             handler = RecordHandler(self._context, run, sink, part_log(self._row.first_rank))
-            handler.hide_secrets(secrets.values())
+            handler.log.hide_secrets(secrets.values())
             self._lease.activity = lambda: _part_activity(processes, handler)
             try:
                 with self._network_watch(meeting) as network:
@@ -307,16 +307,16 @@ class Part:
             if self._context.draining.is_set() and not self._is_leaving:
                 self._announce_leaving()
         kill_and_drain(processes, handler)
-        handler.flush_lines()
+        handler.log.close()
         if processes.is_done:
             self._verdicts = device_verdicts(self._context, self._devices, {"outcome": "completed"}, 0)
             return self._part_end(exit_code=0)
         if is_cut:
-            return self._part_end(problem=_is_cut_off(lease.meeting, most), last_lines=list(handler.tail))
+            return self._part_end(problem=_is_cut_off(lease.meeting, most), last_lines=list(handler.state.tail))
         return self._end_from_exit(ended, handler)
 
     def _end_from_exit(self, ended: Exit | None, handler: RecordHandler) -> PartEnd:
-        failure = handler.part_failure
+        failure = handler.results.part_failure
         if ended is None and failure is None:
             if self._lease.fenced and self._is_complete():
                 self._verdicts = device_verdicts(self._context, self._devices, {"outcome": "completed"}, 0)
@@ -326,7 +326,7 @@ class Part:
             return self._part_end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
         if ended.code == EXIT_RANK_ZERO_UNREACHABLE and failure is None:
             return self._part_end(
-                rank=ended.rank, problem=_rank_zero_unreachable(self._lease.meeting), last_lines=list(handler.tail)
+                rank=ended.rank, problem=_rank_zero_unreachable(self._lease.meeting), last_lines=list(handler.state.tail)
             )
         if failure is not None:
             rank, result = failure
@@ -341,7 +341,7 @@ class Part:
             launcher_lost=ended.launcher_lost,
             peer_lost=ended.peer_lost,
             failure=dict(failure[1]) if failure else None,
-            last_lines=list(handler.tail),
+            last_lines=list(handler.state.tail),
         )
 
     def _is_complete(self) -> bool:
@@ -361,8 +361,8 @@ class Part:
 
 def _part_activity(processes: TrainingGroup, handler: RecordHandler) -> PartActivity:
     return PartActivity(
-        silent_seconds=time.monotonic() - handler.last_output_at,
-        waiting=sorted(handler.waiting),
+        silent_seconds=time.monotonic() - handler.state.last_output_at,
+        waiting=sorted(handler.state.waiting),
         suspended=list(processes.suspended()),
     )
 

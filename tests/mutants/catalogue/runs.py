@@ -387,7 +387,7 @@ MUTANTS = (
         name="any-save-is-progress",
         promises=(16,),
         about="A run that saves the same step again before each loss is restarted without end.",
-        changes=(Change("worker/ingest/record_handler.py", "case((~other, 0), else_=Run.lost_count)", "0"),),
+        changes=(Change("worker/ingest/recorders/checkpoints.py", "case((~other, 0), else_=Run.lost_count)", "0"),),
         test="tests/worker/ingest/test_progress.py"
         "::test_a_step_that_an_earlier_attempt_has_saved_is_none_until_training_is_beyond_it",
     ),

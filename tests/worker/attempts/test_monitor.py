@@ -11,6 +11,7 @@ from anneal.contracts.attempt.part_activity import PartActivity
 from anneal.contracts.attempt.part_end import PartEnd
 from anneal.contracts.stop import StopRequest
 from worker.attempts.monitor import Monitor
+from worker.ingest.attempt_state import AttemptState
 from worker.lease import ActivePart, EndedPart
 from worker.process.training_process import Exit
 
@@ -28,7 +29,9 @@ def test_a_discard_late_in_a_stop_that_saves_has_its_own_seconds_and_no_more(now
     settings = SimpleNamespace(hang_seconds=1e9, save_grace_seconds=120.0)
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     lease: Any = SimpleNamespace(expired=False, preempted_for=None, leaving=None, stop=StopRequest("checkpoint"))
-    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, log_line=lambda *_: None)
+    record_handler: Any = SimpleNamespace(
+        state=AttemptState(last_output_at=now[0], training_started=True), log=SimpleNamespace(log_line=lambda *_: None)
+    )
     process: Any = SimpleNamespace(send=lambda message: sent.append(message) or True)
     nothing: Any = None
     monitor = Monitor(context, lease, nothing, record_handler, process, nothing, nothing)
@@ -48,7 +51,9 @@ def test_repeated_stop_request_does_not_extend_the_grace_period(now: list[float]
     context: Any = SimpleNamespace(settings=settings, draining=threading.Event())
     context.draining.set()
     lease: Any = SimpleNamespace(expired=False, preempted_for=None, leaving=None, stop=None)
-    record_handler: Any = SimpleNamespace(last_output_at=now[0], training_started=True, log_line=lambda *_: None)
+    record_handler: Any = SimpleNamespace(
+        state=AttemptState(last_output_at=now[0], training_started=True), log=SimpleNamespace(log_line=lambda *_: None)
+    )
     process: Any = SimpleNamespace(send=lambda _: True)
     nothing: Any = None
     monitor = Monitor(context, lease, nothing, record_handler, process, nothing, nothing)
@@ -74,7 +79,9 @@ def test_output_is_not_read_while_too_much_waits_or_is_reported_and_the_process_
     )
     writer: Any = SimpleNamespace(is_full=is_full)
     record_handler: Any = SimpleNamespace(
-        last_output_at=now[0], training_started=True, is_over_budget=is_over_budget, handle_output=pytest.fail
+        state=AttemptState(last_output_at=now[0], training_started=True),
+        is_over_budget=is_over_budget,
+        handle_output=pytest.fail,
     )
     nothing: Any = None
     monitor = Monitor(context, lease, writer, record_handler, nothing, nothing, nothing)
@@ -96,7 +103,8 @@ class TestHangOnSeveralHosts:
             expired=False, preempted_for=None, leaving=None, stop=None, silent_seconds=0.0, requested_stop=None,
             actions=[], active_parts=parts,
         )  # fmt: skip
-        handler: Any = SimpleNamespace(last_output_at=now[0], training_started=training_started, waiting=waiting)
+        state = AttemptState(last_output_at=now[0], training_started=training_started, waiting=waiting)
+        handler: Any = SimpleNamespace(state=state)
         processes: Any = SimpleNamespace(identities=[None, None], suspended=lambda: ())
         nothing: Any = None
         return Monitor(context, lease, nothing, handler, processes, nothing, nothing)
@@ -145,7 +153,7 @@ class TestRunOnSeveralHosts:
         lease.renew_now = renew
         killed: list[bool] = []
         processes: Any = SimpleNamespace(poll=lambda: local, kill=lambda: killed.append(True), drain=lambda: ())
-        handler: Any = SimpleNamespace(take_part_end=lambda _: None, flush_output=lambda: None, phase="training")
+        handler: Any = SimpleNamespace(take_part_end=lambda _: None, flush_output=lambda: None, state=AttemptState())
         memory: Any = SimpleNamespace(sample_if_due=lambda _: None)
         writer: Any = SimpleNamespace(raise_if_failed=lambda: None)
         monitor = Monitor(context, lease, writer, handler, processes, memory, (), ["wrk_b", "wrk_c"])

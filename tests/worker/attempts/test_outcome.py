@@ -29,8 +29,9 @@ from worker.attempts.job_error import JobError
 from worker.attempts.outcome import conclude_attempt, ended_here_before, exit_of, is_signal_death, lease_loss_transition
 from worker.context import WorkerContext
 from worker.devices import Machine
+from worker.ingest.attempt_state import StartPoint
 from worker.ingest.event_writer import EventWriter
-from worker.ingest.record_handler import RecordHandler, StartPoint
+from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
@@ -381,8 +382,8 @@ def test_the_failure_of_a_part_is_that_of_the_run_and_its_lines_are_kept(setting
     handler.flush_output()
     context.engine.dispose()
     context.lease_engine.dispose()
-    assert handler.result is not None and handler.failed_rank == 5
-    error = handler.result["error"]
+    assert handler.state.result is not None and handler.state.failed_rank == 5
+    error = handler.state.result["error"]
     assert error is not None and error["code"] == "device_error"
     assert error["message"].startswith("On rank 5: no memory") and "\x00" not in error["message"]
-    assert list(handler.tail) == ["[rank 5] Traceback"]
+    assert list(handler.state.tail) == ["[rank 5] Traceback"]

@@ -223,7 +223,10 @@ class TestFiles:
         )
 
     handler: Any = SimpleNamespace(
-        part_failure=None, tail=["the last line"], flush_lines=lambda: None, is_over_budget=False
+        results=SimpleNamespace(part_failure=None),
+        state=SimpleNamespace(tail=["the last line"]),
+        log=SimpleNamespace(close=lambda: None),
+        is_over_budget=False,
     )
 
     def test_after_a_lost_connection_it_waits_for_the_end_of_the_attempt(
@@ -266,7 +269,9 @@ class TestEnd:
             (row,) = connection.execute(parts.of_worker(context.id)).all()
         return part_module.Part(context, row, SimpleNamespace(meeting="10.0.0.1:4000", fenced=True))  # type: ignore[arg-type]
 
-    handler: Any = SimpleNamespace(part_failure=None, tail=["the last line"])
+    handler: Any = SimpleNamespace(
+        results=SimpleNamespace(part_failure=None), state=SimpleNamespace(tail=["the last line"])
+    )
 
     def test_of_a_process_that_never_reached_rank_0_says_what_to_check(self, part: Any) -> None:
         end = part._end_from_exit(Exit(code=EXIT_RANK_ZERO_UNREACHABLE, rank=1), self.handler)

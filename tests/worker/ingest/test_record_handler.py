@@ -26,8 +26,9 @@ from app.tables.checkpoints import Checkpoint
 from app.tables.runs import AttemptTimings
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from worker.attempts.failure_report import build_failure_report
+from worker.ingest.attempt_state import StartPoint
 from worker.ingest.event_writer import EventWriter
-from worker.ingest.record_handler import RecordHandler, StartPoint
+from worker.ingest.record_handler import RecordHandler
 from worker.ingest.spool import RunUpdate
 from worker.lease import LeaseLost
 from worker.process.training_process import Exit
@@ -184,9 +185,9 @@ def test_skipped_rows_become_an_event(lab: Lab) -> None:
 
 def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
     lab.prints("before\n")
-    lab.record_handler.last_output_at = 0.0
+    lab.record_handler.state.last_output_at = 0.0
     lab.record_handler.handle_output([("report", HEARTBEAT)])
-    assert lab.record_handler.last_output_at > 0
+    assert lab.record_handler.state.last_output_at > 0
     lab.prints("after\n")
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["before", "after"]
@@ -195,9 +196,9 @@ def test_a_sign_of_life_is_heard_and_stored_nowhere(lab: Lab) -> None:
 def test_a_rank_that_waits_for_others_is_known_until_it_goes_on(lab: Lab) -> None:
     lab.record_handler.handle_output([("report", WAITING)], 1)
     lab.record_handler.handle_output([("report", WAITING), ("stderr", b"a warning\n")], 2)
-    assert lab.record_handler.waiting == {1, 2}
+    assert lab.record_handler.state.waiting == {1, 2}
     lab.record_handler.handle_output([("report", RESUMED)], 1)
-    assert lab.record_handler.waiting == {2}
+    assert lab.record_handler.state.waiting == {2}
     lab.writer.drain()
     assert [data["line"] for _, data in lab.events()[2:]] == ["[rank 2] a warning"]
 
@@ -337,10 +338,10 @@ def test_a_process_that_reports_too_much_has_to_wait_and_its_log_says_so(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     handler, record = lab.record_handler, b'{"type": "unknown"' + b" " * 120_000 + b"}"
     while not handler.is_over_budget:
-        assert not any("report less often" in line for line in handler.tail)
+        assert not any("report less often" in line for line in handler.state.tail)
         handler.handle_output([("report", record)])
     handler.handle_output([("report", record)])
-    assert len([line for line in handler.tail if "report less often" in line]) == 1
+    assert len([line for line in handler.state.tail if "report less often" in line]) == 1
     now[0] += 0.3
     assert not handler.is_over_budget
 
@@ -382,10 +383,10 @@ def test_a_process_cannot_flood(lab: Lab, monkeypatch: pytest.MonkeyPatch, recor
 
 
 def test_the_best_losses_take_bounded_memory(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.ingest.record_handler._MAX_BESTS", 100)
+    monkeypatch.setattr("worker.ingest.recorders.metrics._MAX_BESTS", 100)
     for step in range(1, 1001):
         lab.says("metric", step=step, loss=float(-step))
-    assert len(lab.record_handler._bests) <= 101
+    assert len(lab.record_handler.metrics._bests) <= 101
     lab.says("checkpoint", **checkpoint(1000))
     lab.writer.drain()
     with lab.engine.connect() as connection:
@@ -396,8 +397,8 @@ def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: La
     lab.says("result", outcome="completed", step="last", hub="nonsense", output="output")
     lab.says("result", outcome="perhaps")
     lab.writer.drain()
-    assert lab.record_handler.result is not None and lab.record_handler.result["outcome"] == "completed"
-    assert not {"hub", "step"} & set(lab.record_handler.result) and lab.record_handler.result.get("output") == "output"
+    assert lab.record_handler.state.result is not None and lab.record_handler.state.result["outcome"] == "completed"
+    assert not {"hub", "step"} & set(lab.record_handler.state.result) and lab.record_handler.state.result.get("output") == "output"
     ignored, invalid = (data["line"] for _, data in lab.events()[2:])
     assert "hub, step" in ignored and "`outcome`" in invalid
 
@@ -430,7 +431,7 @@ def test_no_message_of_a_trainer_controls_a_terminal(lab: Lab) -> None:
     lab.writer.drain()
     assert lab.events()[-1][1]["line"] == "first␍line\nsecond\\u202e \\x9b2J\ttab"
     lab.says("result", outcome="failed", error={"code": "bad\x07", "message": "\x1b[31mred\nand\rblue"})
-    assert lab.record_handler.result["error"] == {"code": "internal", "message": "red\nand␍blue"}
+    assert lab.record_handler.state.result["error"] == {"code": "internal", "message": "red\nand␍blue"}
 
 
 def test_nothing_that_a_trainer_reports_makes_the_report_of_its_attempt_large_or_costly(lab: Lab) -> None:
@@ -444,9 +445,9 @@ def test_nothing_that_a_trainer_reports_makes_the_report_of_its_attempt_large_or
     (_, phase), (_, config_line), (kind, _) = lab.events()[2:]
     assert kind == "config" and "invalid record" in phase["line"] and "`batch_size`" in config_line["line"]
     handler = lab.record_handler
-    assert handler.phase == "loading"
-    assert handler.effective is None and run_row(lab.engine, lab.run.id).effective_config is None
-    point = MemoryPoint(seconds=1.0, phase=handler.phase, host_mb=1, host_free_mb=1)
+    assert handler.state.phase == "loading"
+    assert handler.state.effective is None and run_row(lab.engine, lab.run.id).effective_config is None
+    point = MemoryPoint(seconds=1.0, phase=handler.state.phase, host_mb=1, host_free_mb=1)
     watch: Any = SimpleNamespace(peaks={}, timeline=[point] * 260)
     report = build_failure_report(handler, watch, Exit(code=1), None)
     assert report.error is not None and report.error["code"] == "internal"
@@ -454,7 +455,7 @@ def test_nothing_that_a_trainer_reports_makes_the_report_of_its_attempt_large_or
     assert len(report.model_dump_json()) < 64 * 1024
     lab.says("config", effective=config, replaced=[], facts={})
     lab.writer.drain()
-    assert handler.effective == run_row(lab.engine, lab.run.id).effective_config == config
+    assert handler.state.effective == run_row(lab.engine, lab.run.id).effective_config == config
 
 
 @pytest.mark.parametrize(
@@ -586,14 +587,14 @@ class TestOtherRanks:
         for source, data in (("stdout", b"of rank 1\n"), ("report", json.dumps(failed).encode())):
             lab.record_handler.handle_output([(source, data)], 1)  # type: ignore[list-item]
         lab.record_handler.handle_output([("report", json.dumps(metric).encode())], 1)
-        assert lab.record_handler.result is None, "rank 0 may have another one to report"
+        assert lab.record_handler.state.result is None, "rank 0 may have another one to report"
         lab.record_handler.flush_output()
         lab.writer.drain()
         lines = [data["line"] for kind, data in lab.events() if kind == "log"]
         assert lines[:2] == ["of rank 0", "[rank 1] of rank 1"] and "unknown type 'metric'" in lines[2]
         error["message"] = "On rank 1: no memory"
-        assert lab.record_handler.result == {"type": "result", "outcome": "failed", "error": error}
-        assert lab.record_handler.failed_rank == 1
+        assert lab.record_handler.state.result == {"type": "result", "outcome": "failed", "error": error}
+        assert lab.record_handler.state.failed_rank == 1
 
     def test_a_failure_that_another_rank_reports_is_that_of_the_rank_on_which_it_happened(self, lab: Lab) -> None:
         """The device of that rank is paused, not the one of the rank that reports it."""
@@ -601,23 +602,23 @@ class TestOtherRanks:
         failed = {"type": "result", "outcome": "failed", "error": error, "rank": 3}
         lab.record_handler.handle_output([("report", json.dumps(failed).encode())], 1)
         lab.record_handler.flush_output()
-        assert (lab.record_handler.failed_rank, (lab.record_handler.result or {})["error"]) == (3, error)
+        assert (lab.record_handler.state.failed_rank, (lab.record_handler.state.result or {})["error"]) == (3, error)
         lab.says("result", outcome="failed", error=error, rank=2)
-        assert lab.record_handler.failed_rank == 2
+        assert lab.record_handler.state.failed_rank == 2
 
     def test_their_output_is_a_sign_of_life_only_until_training_starts(self, lab: Lab) -> None:
         """Before, they may work for long while rank 0 waits; in training they may go on while rank 0 hangs."""
         handler = lab.record_handler
-        handler.last_output_at = 0.0
+        handler.state.last_output_at = 0.0
         handler.handle_output([("stdout", b"loading\n")], 1)
-        assert handler.last_output_at > 0
-        handler.training_started, handler.last_output_at = True, 0.0
+        assert handler.state.last_output_at > 0
+        handler.state.training_started, handler.state.last_output_at = True, 0.0
         handler.handle_output([("stdout", b"loading\n")], 1)
-        assert handler.last_output_at == 0.0
+        assert handler.state.last_output_at == 0.0
 
     def test_the_result_of_rank_0_comes_first(self, lab: Lab) -> None:
         failed = {"type": "result", "outcome": "failed", "error": {"code": "internal", "message": "it broke"}}
         lab.record_handler.handle_output([("report", json.dumps(failed).encode())], 1)
         lab.says("result", outcome="completed")
         lab.record_handler.flush_output()
-        assert (lab.record_handler.result or {})["outcome"] == "completed"
+        assert (lab.record_handler.state.result or {})["outcome"] == "completed"

@@ -127,7 +127,7 @@ class Watched:
     @property
     def reported(self) -> tuple[KillReason | None, Any]:
         """Why it was killed, and how it ended by its own account."""
-        return self.killed_for, (self.record_handler.result or {}).get("outcome")
+        return self.killed_for, (self.record_handler.state.result or {}).get("outcome")
 
     @property
     def types(self) -> set[str]:
@@ -153,7 +153,7 @@ def test_a_slow_trainer_is_left_alone_however_long_it_has_nothing_to_report(
 ) -> None:
     job = make_job(tmp_path, tiny_model, chats, **{**SILENT, **config})
     watched = Watched(launcher, {**job, "slow": {name: seconds * factor() for name, seconds in slow.items()}})
-    assert watched.reported == (None, "completed"), watched.record_handler.tail
+    assert watched.reported == (None, "completed"), watched.record_handler.state.tail
     assert watched.seconds > hang_seconds()
     assert watched.types <= {"config", "metric", "progress", "checkpoint", "export", "log"}, (
         "a sign of life is no event"
@@ -170,7 +170,7 @@ def test_a_trainer_that_hangs_is_killed(
         config |= {"eval_split": 0.1, "eval_steps": 1}
         slow = {"eval_batch": 1000}
     watched = Watched(launcher, {**make_job(tmp_path, tiny_model, chats, **config), "slow": slow})
-    assert watched.reported == ("hang", None), watched.record_handler.tail
+    assert watched.reported == ("hang", None), watched.record_handler.state.tail
 
 
 def hub_job(folder: Path, tiny_model: Path, chats: Path, slow: dict[str, Any]) -> dict[str, Any]:
@@ -186,10 +186,10 @@ def test_a_download_that_takes_long_is_waited_for_as_long_as_it_gets_on(
     watched = Watched(
         launcher, hub_job(tmp_path, tiny_model, chats, {"download": round(14 * factor()), "to": str(coming)})
     )
-    assert watched.reported == (None, "completed"), watched.record_handler.tail
+    assert watched.reported == (None, "completed"), watched.record_handler.state.tail
     assert watched.seconds > hang_seconds()
 
 
 def test_a_download_that_stalls_is_not(launcher: Launcher, tiny_model: Path, chats: Path, tmp_path: Path) -> None:
     watched = Watched(launcher, hub_job(tmp_path, tiny_model, chats, {"download": 1000}))
-    assert watched.reported == ("hang", None), watched.record_handler.tail
+    assert watched.reported == ("hang", None), watched.record_handler.state.tail
