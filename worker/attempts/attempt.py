@@ -105,10 +105,7 @@ class Attempt:
             transition = machine.repair(self._run.id, self._run.lease_epoch, repair.reason)
         else:
             transition = self.conclude(end)
-            self.wait_for_uploads()
-        result = self._record_handler.state.result
-        has_output = repair is None and result is not None and bool(result.get("output"))
-        return self.deliver(transition, has_output=has_output)
+        return self.deliver(transition, is_repaired=repair is not None)
 
     def prepare(self) -> Job:
         """Write the job of the training processes, with everything that it names on this worker."""
@@ -211,24 +208,18 @@ class Attempt:
         )
         return conclude_attempt(self._context, self._run, self._lease, state, end, is_repeated)
 
-    def wait_for_uploads(self) -> None:
-        """Wait until the checkpoints that the attempt has saved are in the object store, unless none of them is wanted.
+    def deliver(self, transition: Executable, *, is_repaired: bool) -> Executable:
+        """Send what the attempt has written to the object store, if there is one; return what ends the attempt then.
 
-        After a repair nothing waits: the device would be idle each time, and the run most probably continues on this
-        worker.
+        After a repair nothing waits for uploads: the device would be idle each time, and the run most probably
+        continues on this worker.
         """
-        context, lease = self._context, self._lease
-        if context.uploader and (lease.stop is None or lease.stop.mode != "discard"):
-            self._writer.drain()  # every saved checkpoint is queued for its upload now
-            until = min(context.drained_at, time.monotonic()) + context.settings.save_grace_seconds
-            context.uploader.wait_until_sent(
-                lease.run_id, lambda: lease.fenced or lease.expired, self._writer.enqueue_item, until
-            )
-
-    def deliver(self, transition: Executable, *, has_output: bool) -> Executable:
-        """Send output and records to the object store, if there is one; return what ends the attempt then."""
         if (copy := self._context.working_copy) is not None:
+            result = self._record_handler.state.result
+            has_output = not is_repaired and result is not None and bool(result.get("output"))
             delivery = Delivery(self._context, copy.remote, self._run, self._lease, self._writer)
+            if self._context.uploader is not None and not is_repaired:
+                delivery.wait_for_uploads(self._context.uploader)
             transition = delivery.deliver(transition, has_output=has_output)
         return transition
 

@@ -15,6 +15,7 @@ from app.tables.runs import Attempt, Run
 from worker.attempts.job_error import STORAGE_UNAVAILABLE
 from worker.attempts.outcome import failed_start_transition
 from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
+from worker.checkpoint_store.uploader import CheckpointUploader
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.event_writer import EventWriter
@@ -54,6 +55,16 @@ class Delivery:
         self._noted_at = 0.0
         self._preempted_at = math.inf
         """Monotonic time at which this worker was seen to be asked to make room for another run."""
+
+    def wait_for_uploads(self, uploader: CheckpointUploader) -> None:
+        """Wait until the checkpoints that the attempt has saved are in the store, unless none of them is wanted."""
+        context, lease = self._context, self._lease
+        if lease.stop is None or lease.stop.mode != "discard":
+            self._writer.drain()  # every saved checkpoint is queued for its upload now
+            until = min(context.drained_at, time.monotonic()) + context.settings.save_grace_seconds
+            uploader.wait_until_sent(
+                lease.run_id, lambda: lease.fenced or lease.expired, self._writer.enqueue_item, until
+            )
 
     def deliver(self, transition: Executable, *, has_output: bool) -> Executable:
         """Send what the attempt has written; return `transition`, or what follows if the output cannot be sent.

@@ -221,3 +221,19 @@ def test_records_of_an_attempt_without_output_are_sent_once_and_their_loss_is_re
     lab.share.rename(lab.share.with_name("away"))
     lab.ends(has_output=False)
     assert "records of this attempt could not be sent" in str(lab.said[-1])
+
+
+@pytest.mark.parametrize(
+    ("stop", "waits"),
+    [(None, True), (StopRequest("checkpoint"), True), (StopRequest("best"), True),
+     (StopRequest("discard"), False)],
+)  # fmt: skip
+def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
+    calls: list[str] = []
+    nothing: Any = None
+    context: Any = SimpleNamespace(drained_at=float("inf"), settings=SimpleNamespace(save_grace_seconds=1.0))
+    lease: Any = SimpleNamespace(run_id="run_1", stop=stop)
+    writer: Any = SimpleNamespace(enqueue_item=lambda _: None, drain=lambda: calls.append("drain"))
+    uploader: Any = SimpleNamespace(wait_until_sent=lambda *_: calls.append("settle"))
+    Delivery(context, nothing, nothing, lease, writer).wait_for_uploads(uploader)
+    assert calls == (["drain", "settle"] if waits else [])

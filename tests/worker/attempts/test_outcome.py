@@ -246,26 +246,6 @@ def test_a_trainer_that_ended_by_its_timer_is_blamed_on_the_database_only_where_
     )
 
 
-@pytest.mark.parametrize(
-    ("stop", "waits"),
-    [(None, True), (StopRequest("checkpoint"), True), (StopRequest("best"), True),
-     (StopRequest("discard"), False)],
-)  # fmt: skip
-def test_uploads_are_waited_for_where_what_was_saved_is_wanted(stop: StopRequest | None, waits: bool) -> None:
-    calls: list[str] = []
-    attempt: Any = SimpleNamespace(
-        _context=SimpleNamespace(
-            uploader=SimpleNamespace(wait_until_sent=lambda *_: calls.append("settle")),
-            drained_at=float("inf"),
-            settings=SimpleNamespace(save_grace_seconds=1.0),
-        ),
-        _lease=SimpleNamespace(run_id="run_1", stop=stop),
-        _writer=SimpleNamespace(enqueue_item=lambda _: None, drain=lambda: calls.append("drain")),
-    )
-    Attempt.wait_for_uploads(attempt)
-    assert calls == (["drain", "settle"] if waits else [])
-
-
 def test_half_written_files_of_a_killed_trainer_are_removed(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
