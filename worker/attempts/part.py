@@ -31,7 +31,6 @@ from worker.attempts.launch import Group, Meeting, launch_processes
 from worker.attempts.monitor import kill_and_drain, receive_output
 from worker.attempts.outcome import device_verdicts
 from worker.attempts.part_job import prepare_part
-from worker.attempts.part_log import PartLog
 from worker.checkpoint_store import cleanup
 from worker.checkpoint_store.remote_store import TransferCancelled
 from worker.checkpoint_store.restore import RestoreControl
@@ -39,6 +38,7 @@ from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.group_network import MeetingWatch
 from worker.health import UNUSABLE_PAUSE_SECONDS
+from worker.ingest.part_log import PartLog
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import PartLease
 from worker.process.process_group import StillAliveError

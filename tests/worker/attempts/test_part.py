@@ -23,9 +23,9 @@ from worker.attempts import device_checks
 from worker.attempts import part as part_module
 from worker.attempts.outcome import exit_of
 from worker.attempts.part import PartSupervisors
-from worker.attempts.part_log import PartLog
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
+from worker.ingest.part_log import PartLog
 from worker.lease import EndedPart
 from worker.process.training_process import Exit
 from worker.service import WorkerService
