@@ -100,7 +100,6 @@ def prepare_job(
             **datasets,
             **models,
             **worker_fields(context, inputs),
-            tokenizer=inputs.locate_tokenizer(),
             resume_from=_resume_point(source, checkpoint),
             best_checkpoint=best_checkpoint,
             weights=weights,

@@ -34,6 +34,7 @@ class ModelFields(TypedDict):
     """Fields of a job that name the models of its run."""
 
     base_model: ModelSource
+    tokenizer: ModelSource | None
     reward_models: list[ModelSource]
 
 
@@ -79,7 +80,8 @@ class JobInputs:
     def fetch_models(self) -> ModelFields:
         """Fetch the base model and the reward models, if they are outputs; return the fields of the job that name them.
 
-        The reward models are those of the rewards of type `model`, in the order of these rewards.
+        The reward models are those of the rewards of type `model`, in the order of these rewards. The tokenizer is
+        that of another model; None if the run uses that of its base model.
         """
         run = self.run
         rewards = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
@@ -91,15 +93,9 @@ class JobInputs:
         with self._context.engine.connect() as connection:
             return {
                 "base_model": self._locate_model(connection, run.config["base_model"], run.config.get("revision")),
+                "tokenizer": self._locate_tokenizer(run.config.get("tokenizer")),
                 "reward_models": [self._locate_model(connection, name) for name in rewards],
             }
-
-    def locate_tokenizer(self) -> ModelSource | None:
-        """Locate the tokenizer of another model; None if the run uses that of its base model."""
-        if (name := self.run.config.get("tokenizer")) is None or self.run.backend == "fake":
-            return None
-        context = self._context
-        return _resolve_model_source(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
 
     def fetch_output(self, name: str) -> None:
         """Fetch the output that a model names, and that of its base, from the object store, if there is one."""
@@ -192,6 +188,12 @@ class JobInputs:
         )
         base = self._base_of_adapter(connection, model.path, trained_on) if model.path and follow else None
         return model.model_copy(update={"base": base})
+
+    def _locate_tokenizer(self, name: str | None) -> ModelSource | None:
+        if name is None or self.run.backend == "fake":
+            return None
+        context = self._context
+        return _resolve_model_source(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
 
     def _base_of_adapter(self, connection: Connection, adapter: Path, trained_on: str | None) -> ModelSource | None:
         """Locate the base of an adapter; None if `adapter` is a whole model, or its base is on the hub or an absolute
