@@ -29,9 +29,7 @@ class WorkerService:
     Every method may be called from any thread.
     """
 
-    def __init__(
-        self, context: WorkerContext, take_parts: Callable[[Sequence[Row[Any]]], None] | None = None
-    ) -> None:
+    def __init__(self, context: WorkerContext, take_parts: Callable[[Sequence[Row[Any]]], None] | None = None) -> None:
         """Create the service of a worker; `take_parts` gets the parts of runs that it is to train."""
         self.context = context
         self.registration = Registration(
@@ -58,9 +56,7 @@ class WorkerService:
         context, began = self.context, time.monotonic()
         context.status_file.open()
         context.launcher.start()
-        while trouble := self.registration.try_register(
-            context.engine, context.working_copy, time.monotonic() - began
-        ):
+        while trouble := self.registration.try_register(context.engine, context.working_copy, time.monotonic() - began):
             if time.monotonic() - began > database_seconds:
                 raise TryLater(trouble)
             if context.closing.wait(_DATABASE_PAUSE):

@@ -98,7 +98,9 @@ class Delivery:
                 transition = machine.cancel(run.id, run.lease_epoch)
             case StoreUnavailable(is_silent=True):
                 reason = f"released: its output could not be sent to {self._remote.url} for "
-                reason += f"{self._context.settings.delivery_seconds:,.0f} s ({error}); once the storage works, another "
+                reason += (
+                    f"{self._context.settings.delivery_seconds:,.0f} s ({error}); once the storage works, another "
+                )
                 reason += "attempt continues from the last checkpoint that is there or on its worker"
                 transition = machine.release(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS)
             case StoreUnavailable():

@@ -3,6 +3,7 @@
 import logging
 import os
 import pwd
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -226,12 +227,13 @@ def _token_cache_location(context: WorkerContext) -> TokenCacheLocation | None:
 def read_secrets(context: WorkerContext, connection: Connection, job: JobSpec) -> dict[str, str]:
     """Return the secrets that a job needs and that are set, by the environment variable that libraries read."""
     variables: dict[str, str] = {}
+    config: Mapping[str, Any] = job.config
     models = [job.base_model, *job.reward_models, *([job.tokenizer] if job.tokenizer else [])]
     # An adapter names its own base model, which may be on the hub.
     is_on_hub = (it.hub or (it.path and (it.path / "adapter_config.json").is_file()) for it in models)
-    if context.settings.allow_hub and (job.config.get("push_to_hub") or any(is_on_hub)):
+    if context.settings.allow_hub and (config.get("push_to_hub") or any(is_on_hub)):
         variables[store.HF_TOKEN] = "HF_TOKEN"
-    for tracker in job.config.get("report_to", ()):
+    for tracker in config.get("report_to", ()):
         variables |= _TRACKER_SECRETS.get(tracker, {})
     try:
         values = store.read_secrets(connection, context.settings, variables) if variables else {}

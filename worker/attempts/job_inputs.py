@@ -196,8 +196,7 @@ class JobInputs:
         return _resolve_model_source(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
 
     def _base_of_adapter(self, connection: Connection, adapter: Path, trained_on: str | None) -> ModelSource | None:
-        """Locate the base of an adapter; None if `adapter` is a whole model, or its base is on the hub or an absolute
-        path.
+        """Locate the base of an adapter; None for a whole model, or if the base is on the hub or an absolute path.
 
         `trained_on` is `base_model` of the run whose output it is: the adapter names its base without a folder of this
         server, and several models roots may have one of that name. A downloaded output is named by its folder, not by

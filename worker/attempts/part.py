@@ -326,7 +326,9 @@ class Part:
             return self._part_end(rank=ended.rank, problem=_NOT_RENEWED)  # its own timer
         if ended.code == EXIT_RANK_ZERO_UNREACHABLE and failure is None:
             return self._part_end(
-                rank=ended.rank, problem=_rank_zero_unreachable(self._lease.meeting), last_lines=list(handler.state.tail)
+                rank=ended.rank,
+                problem=_rank_zero_unreachable(self._lease.meeting),
+                last_lines=list(handler.state.tail),
             )
         if failure is not None:
             rank, result = failure

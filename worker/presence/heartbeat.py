@@ -30,7 +30,7 @@ class Heartbeat:
         seconds: float,
         take_parts: Callable[[Sequence[Row[Any]]], None] | None = None,
     ) -> None:
-        """`closing` is set once the worker takes no more runs; `take_parts` gets the parts that it is to train."""
+        """Pass the parts that the worker is to train to `take_parts`; `closing` is set once it takes no more runs."""
         self._engine = engine
         self._registration = registration
         self._leases = leases
@@ -83,6 +83,4 @@ class Heartbeat:
     def _note_progress(self, connection: Connection) -> None:
         """Record the progress of current runs for a caller that waits for them to finish."""
         steps = select(Run.id, Run.current_step, Run.total_steps).where(Run.id.in_(self._leases.run_ids))
-        self._leases.note_progress(
-            {row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)}
-        )
+        self._leases.note_progress({row.id: [row.current_step, row.total_steps] for row in connection.execute(steps)})

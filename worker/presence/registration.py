@@ -155,9 +155,7 @@ class Registration:
     def record_heartbeat(self, connection: Connection, *, is_draining: bool) -> None:
         """Record that this worker is alive; register it again if its row was deleted."""
         state, launcher = "draining" if is_draining else "online", self._launcher
-        alive = registry.record_heartbeat(
-            self.worker_id, state, launcher.mode, launcher.reason, self.open_address()
-        )
+        alive = registry.record_heartbeat(self.worker_id, state, launcher.mode, launcher.reason, self.open_address())
         if connection.execute(alive).one_or_none() is None:
             self.register(connection)
 

@@ -60,7 +60,9 @@ MUTANTS = (
         name="end-before-the-log-tail",
         promises=(9,),
         about="The final status is written before the last log lines are stored.",
-        changes=(Change("worker/attempts/attempt.py", "            self._writer.drain()\n        except", "        except"),),
+        changes=(
+            Change("worker/attempts/attempt.py", "            self._writer.drain()\n        except", "        except"),
+        ),
         test=f"{_END}::test_the_last_status_waits_for_the_last_line_of_the_log",
     ),
     Mutant(

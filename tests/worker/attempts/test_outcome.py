@@ -293,7 +293,10 @@ def test_half_written_files_of_a_killed_trainer_are_removed(
     )  # fmt: skip
     lease: Any = SimpleNamespace(stop=StopRequest("discard"), fenced=False)
     writer: Any = SimpleNamespace(
-        enqueue_item=lambda _: None, retry_during_outage=lambda work: work(), wait_past_lease=lambda: None, progress=None
+        enqueue_item=lambda _: None,
+        retry_during_outage=lambda work: work(),
+        wait_past_lease=lambda: None,
+        progress=None,
     )
     Attempt(context, run, lease, writer).train()
     assert whole.is_dir() and not any(folder.exists() for folder in half)

@@ -398,7 +398,10 @@ def test_an_invalid_detail_of_a_result_does_not_cost_the_run_its_outcome(lab: La
     lab.says("result", outcome="perhaps")
     lab.writer.drain()
     assert lab.record_handler.state.result is not None and lab.record_handler.state.result["outcome"] == "completed"
-    assert not {"hub", "step"} & set(lab.record_handler.state.result) and lab.record_handler.state.result.get("output") == "output"
+    assert (
+        not {"hub", "step"} & set(lab.record_handler.state.result)
+        and lab.record_handler.state.result.get("output") == "output"
+    )
     ignored, invalid = (data["line"] for _, data in lab.events()[2:])
     assert "hub, step" in ignored and "`outcome`" in invalid
 

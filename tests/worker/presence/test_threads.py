@@ -64,9 +64,7 @@ def test_message_that_redis_does_not_take_delays_no_caller_and_costs_no_later_on
 def test_worker_whose_row_was_deleted_is_registered_again_by_a_heartbeat(settings: Settings, engine: Engine) -> None:
     settings = settings.model_copy(update={"slots": 1})
     worker_id, closing = new_id("wrk"), threading.Event()
-    registration = Registration(
-        settings, worker_id, "here", find_machine(settings), ["fake"], Launcher(settings), None
-    )
+    registration = Registration(settings, worker_id, "here", find_machine(settings), ["fake"], Launcher(settings), None)
     leases = HeldLeases(WorkerStatusFile(settings.home, worker_id))
     heartbeat = Heartbeat(engine, registration, leases, closing, 3600.0)
     heartbeat.start()

@@ -121,9 +121,7 @@ class CheckpointRecorder:
             for action in record.get("actions", ())
         ]
 
-    def _insert_row(
-        self, connection: Connection, row: dict[str, Any], is_in_place: bool
-    ) -> list[tuple[int, str]]:
+    def _insert_row(self, connection: Connection, row: dict[str, Any], is_in_place: bool) -> list[tuple[int, str]]:
         """Insert the checkpoint, and return the attempt and the name of those that are retired."""
         run, step = self._run, row["step"]
         connection.execute(Checkpoint.__table__.insert().values(row))  # type: ignore[attr-defined]

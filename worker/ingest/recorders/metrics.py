@@ -99,8 +99,9 @@ class MetricRecorder:
         event = NewEvent.from_payload(record.pop("type"), ts, record)
         method = method_of(self._run.config)
         value = (record.get("metrics") or {}).get(method.eval_metric)
-        is_number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
-        score = method.to_score(float(value)) if is_number else None
+        score = None
+        if isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value):
+            score = method.to_score(float(value))
         if score is None or (self.best_score is not None and score >= self.best_score):
             self._sink.enqueue_item(event)
             return
