@@ -452,7 +452,7 @@ def test_nothing_that_a_trainer_reports_makes_the_report_of_its_attempt_large_or
     assert handler.state.effective is None and run_row(lab.engine, lab.run.id).effective_config is None
     point = MemoryPoint(seconds=1.0, phase=handler.state.phase, host_mb=1, host_free_mb=1)
     watch: Any = SimpleNamespace(peaks={}, timeline=[point] * 260)
-    report = build_failure_report(handler, watch, Exit(code=1), None)
+    report = build_failure_report(handler.state, watch, Exit(code=1), None)
     assert report.error is not None and report.error["code"] == "internal"
     assert len(report.error["message"]) == len(report.error["details"]["summary"]) == 8000
     assert len(report.model_dump_json()) < 64 * 1024
