@@ -4,6 +4,7 @@ import { html, useEffect, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
 import { Chip, Choice, Copy, STATUSES } from '../components/controls.js';
 import { Icon } from '../components/icon.js';
+import { PageButtons } from '../components/pages.js';
 import { Empty, Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { useResource, useSettled } from '../resource.js';
