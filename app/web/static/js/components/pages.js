@@ -4,8 +4,9 @@ import { html } from '../../vendor/preact.js';
 import { setQuery } from '../router.js';
 
 /**
- * @param {{ after: string | null, page: { data: { id: string }[], has_more: boolean } | undefined, children?: any }} props
- *   `after`: ID after which the page begins, from the address; `children`: shown before the buttons.
+ * @param {{
+ *   after: string | null, page: { data: { id: string }[], has_more: boolean } | undefined, children?: any,
+ * }} props `after`: ID after which the page begins, from the address; `children`: shown before the buttons.
  */
 export const PageButtons = ({ after, page, children }) => html`<div class="row foot">
   ${children}

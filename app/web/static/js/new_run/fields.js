@@ -30,12 +30,13 @@ const describeError = (errors, name) =>
 /**
  * A control of the request with its label, and below it the error of its field, or a hint.
  * @param {{
- *   path: string, label: string, errors: Map<string, string>, children: any, hint?: any, title?: string, wide?: boolean,
+ *   path: string, label: string, errors: Map<string, string>, children: any, hint?: any, title?: string,
+ *   wide?: boolean,
  * }} props `path`: name of the field in the request; `title`: the same as users know it.
  */
-export const RequestField = ({ path, label, errors, children, hint, title = path, wide }) => html`<div
-  class=${wide ? 'f w6' : 'f'}
->
+export const RequestField = ({ path, label, errors, children, hint, title = path, wide }) => html`<div class=${wide
+  ? 'f w6'
+  : 'f'}>
   <label for=${fieldId(path)} title=${title}>${label}</label>
   ${children}
   ${showError(errors, path) || (hint && html`<p class="hint">${hint}</p>`)}

@@ -11,8 +11,7 @@ export const DEFAULT_RESTARTS = 3;
 const readNumber = (event) => (event.target.value.trim() === '' ? null : Number(event.target.value));
 
 /** @param {any} event A number, `all`, or what the service refuses by name. */
-const readCount = (event) =>
-  /^\s*\d*\s*$/.test(event.target.value) ? readNumber(event) : event.target.value.trim();
+const readCount = (event) => (/^\s*\d*\s*$/.test(event.target.value) ? readNumber(event) : event.target.value.trim());
 
 /** @param {any} event */
 const readText = (event) => event.target.value.trim() || null;
@@ -130,8 +129,7 @@ export function Placement({ values, errors, onValue }) {
             ...${fieldAttributes(errors, 'resources.labels')}
             placeholder="any worker"
             words=${resources.labels ?? []}
-            onWords=${(/** @type {string[]} */ labels) =>
-              setValue('resources.labels', labels.length ? labels : null)}
+            onWords=${(/** @type {string[]} */ labels) => setValue('resources.labels', labels.length ? labels : null)}
           />
         <//>
         ${input('priority', 'Priority', 'Runs with higher priority start first.', readNumber, {
