@@ -12,7 +12,7 @@ from app.runs.queue.claim import claim_run
 from app.runs.queue.holds import StoredHold, StoredHolds, StoredQuotaHold
 from app.runs.queue.holds_table import read_holds, store_holds
 from app.runs.state import machine
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
 from app.tables.datasets import Dataset
 from app.tables.events import RunEvent
 from app.tables.experiments import Experiment

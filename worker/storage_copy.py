@@ -21,9 +21,9 @@ from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, StoreUnavai
 from app.infra.files.untrusted_folder import entries_below
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
+from app.tables.administration.installation import Installation, register_installation
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation, register_installation
 from app.tables.runs import Attempt, Run
 from app.tables.workers import Worker
 from app.workers.queries import is_fresh

@@ -15,7 +15,7 @@ from app.api.middleware.body_limits import MOST_PARAMETERS
 from app.api_keys import cookies
 from app.api_keys.failure_limit import FAILURE_INTERVAL_SECONDS, FailureLimit
 from app.api_keys.verifier import KeyVerifier, TokenKind
-from app.tables.api_keys import ApiKey, Token
+from app.tables.administration.api_keys import ApiKey, Token
 
 WITHOUT_DATABASE = {"/metrics"}
 """Paths that a recently verified key can still access while the database is unavailable, to report the outage."""

@@ -18,7 +18,7 @@ from app.audit.log import command_entry
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
 
 _PREFIX_LENGTH = len("anneal_") + 6
 

@@ -12,7 +12,7 @@ from app.api_keys import cookies, tokens
 from app.api_keys.middleware import KEY, is_surely_wrong, wrong_credentials
 from app.api_keys.verifier import KeyVerifier
 from app.audit.log import AuditedCall
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
 from app.tables.runs import Run
 
 router = APIRouter(tags=["session"])

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.api.authorization import Caller
 from app.api_keys.verifier import digest_of, is_valid
-from app.tables.api_keys import ApiKey, Token
+from app.tables.administration.api_keys import ApiKey, Token
 
 Kind = Literal["session", "link", "ticket"]
 LASTS: dict[Kind, timedelta] = {

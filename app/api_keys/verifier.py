@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from app.api.authorization import Caller
 from app.api.errors import as_api_error
 from app.api_keys.failure_limit import FailureLimit
-from app.tables.api_keys import ApiKey, Token
+from app.tables.administration.api_keys import ApiKey, Token
 
 T = TypeVar("T")
 TokenKind = Literal["session", "ticket"]

@@ -11,7 +11,7 @@ from app.api.authorization import AdminOnly
 from app.api.dependencies import Session
 from app.api.pagination import PageQuery, fetch_page
 from app.audit.log import Filters, select_entries
-from app.tables.audit import AuditEntry
+from app.tables.administration.audit import AuditEntry
 
 router = APIRouter(prefix="/audit", tags=["audit"], dependencies=[AdminOnly])
 

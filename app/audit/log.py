@@ -16,7 +16,7 @@ from starlette.types import Scope
 from app.api.errors import request_id, to_printable
 from app.api.middleware.request_metrics import route_template
 from app.infra.ids import id_at, new_id
-from app.tables.audit import AuditEntry
+from app.tables.administration.audit import AuditEntry
 
 KEPT_DAYS = 365.0
 _LONGEST = 200

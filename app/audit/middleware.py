@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api.errors import as_api_error
 from app.api.rate_limit import RateLimit
 from app.audit.log import AuditedCall, created_resource_id
-from app.tables.audit import AuditEntry
+from app.tables.administration.audit import AuditEntry
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from app.infra.errors import SetupError
 from app.infra.files.tree import remove_tree
 from app.infra.private_files import make_private_folder, write_private
 from app.infra.storage import Storage, fsync_path
-from app.tables.secrets import Secret
+from app.tables.administration.secrets import Secret
 
 _SPARE_BYTES = 64 * 2**20
 """Space that must be left on the disk of the backup."""

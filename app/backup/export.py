@@ -22,7 +22,7 @@ from app.infra.clock import utc_now
 from app.infra.errors import SetupError
 from app.infra.files.untrusted_folder import OutsideStorage, read_below
 from app.infra.storage import Storage
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
 from app.tables.runs import Run, RunEvalDataset, RunRewardModel

@@ -38,11 +38,11 @@ from app.infra.private_files import make_private_folder, write_private
 from app.infra.storage import Storage
 from app.secrets.keyring import Keyring, KeyringError
 from app.tables import migrate
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
+from app.tables.administration.secrets import Secret
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
-from app.tables.secrets import Secret
 
 _FOLDERS = ("datasets", "runs")
 """Folders of the storage that a backup has."""

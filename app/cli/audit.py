@@ -27,7 +27,7 @@ def audit(
     from app.audit.log import Filters, select_entries
     from app.infra.clock import utc_now
     from app.infra.db import sync_engine
-    from app.tables.audit import AuditEntry
+    from app.tables.administration.audit import AuditEntry
 
     with plain_errors():
         settings = settings_with_urls()

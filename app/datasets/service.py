@@ -22,8 +22,8 @@ from app.infra.db import is_away
 from app.infra.files.object_store import PIECE_BYTES, ObjectStore, StoredFile, StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.tables.administration.installation import Installation, register_installation
 from app.tables.datasets import Dataset, DatasetIdempotencyKey
-from app.tables.installation import Installation, register_installation
 from app.tables.runs import Run, RunEvalDataset
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from app.infra.storage import Storage
 from app.runs.events import feed
 from app.runs.state import deletion
 from app.runs.state.checkpoints import retention
-from app.tables.audit import AuditEntry
+from app.tables.administration.audit import AuditEntry
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import FeedEvent, QueuedFeedEvent, month_after
 from app.tables.runs import Run, RunRewardModel

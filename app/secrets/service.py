@@ -11,7 +11,7 @@ from app.api.errors import ApiError, invalid, not_found
 from app.config import Settings
 from app.secrets import store
 from app.secrets.keyring import KeyringError
-from app.tables.secrets import Secret
+from app.tables.administration.secrets import Secret
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
 from anneal.contracts.schemas.secrets import VALUE
 from app.config import Settings
 from app.secrets.keyring import Keyring
-from app.tables.secrets import Secret
+from app.tables.administration.secrets import Secret
 
 # Names of secrets, not values.
 HF_TOKEN = "hf_token"

@@ -8,17 +8,17 @@ from app.tables.base import Base
 def all_models() -> MetaData:
     """Return the metadata of the whole schema."""
     import app.tables.actions
-    import app.tables.api_keys
-    import app.tables.audit
+    import app.tables.administration.api_keys
+    import app.tables.administration.audit
+    import app.tables.administration.installation
+    import app.tables.administration.secrets
     import app.tables.checkpoints
     import app.tables.datasets
     import app.tables.events
     import app.tables.experiments
-    import app.tables.installation
     import app.tables.parts
     import app.tables.runs
     import app.tables.scheduling
-    import app.tables.secrets
     import app.tables.workers  # noqa: F401
 
     return Base.metadata

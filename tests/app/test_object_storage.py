@@ -31,9 +31,9 @@ from app.infra.files.object_store import INSTALLATION_MARK, MARK, WrongStore
 from app.infra.storage import Storage
 from app.runs.creating.validation.resources import shared_file_problems
 from app.runs.state import deletion
+from app.tables.administration.installation import Installation
 from app.tables.checkpoints import Checkpoint, ReplicaDeletion
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation
 from app.tables.runs import Attempt
 from tests.factories import Trainer, make_dataset, make_run
 from tests.server import ApiServer, ThreadServer

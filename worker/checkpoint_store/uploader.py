@@ -20,7 +20,7 @@ from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.events.log import NewEvent
 from app.runs.state.checkpoints import retention, uploads
-from app.tables.installation import Installation
+from app.tables.administration.installation import Installation
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.remote_store import (
     LocalCheckpointCorrupt,

@@ -27,9 +27,9 @@ from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.tree import bytes_below, remove_tree
 from app.infra.storage import Storage
 from app.runs.state.checkpoints import uploads
+from app.tables.administration.installation import Installation
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation
 from app.tables.runs import Run
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.checkpoint_files.manifest import find_differences

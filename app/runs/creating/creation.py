@@ -21,7 +21,7 @@ from app.runs.queue.fit import Needs, pending_reason, quota_reason
 from app.runs.queue.fleet import read_fleet
 from app.runs.state import machine
 from app.runs.state.service import get_run
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
 from app.tables.experiments import Experiment
 from app.tables.runs import Run, RunEvalDataset, RunRewardModel
 

@@ -23,7 +23,7 @@ from app.infra.db import sync_engine
 from app.infra.errors import SetupError
 from app.infra.storage import Storage
 from app.tables import migrate
-from app.tables.api_keys import ApiKey
+from app.tables.administration.api_keys import ApiKey
 from app.tables.registry import all_models
 from app.tables.runs import Run
 from tests.app.backup.conftest import ROWS, Quiet, Service

@@ -10,9 +10,9 @@ from sqlalchemy import Engine, select, update
 
 from app.config import Settings
 from app.infra.files.object_store import MARK
+from app.tables.administration.installation import Installation, register_installation
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation, register_installation
 from tests.waiting import eventually
 from tests.worker.attempts.test_job_builder import WAITS, Lab
 from worker.attempts.job_builder import Job

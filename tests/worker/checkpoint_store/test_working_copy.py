@@ -17,8 +17,8 @@ from app.config import Settings
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.tables.administration.installation import Installation
 from app.tables.datasets import Dataset
-from app.tables.installation import Installation
 from tests.factories import Trainer, mark_checkpoint, mark_run
 from tests.rows import add_run
 from tests.waiting import eventually

@@ -10,7 +10,7 @@ from anneal.contracts.errors import FieldError
 from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_error
 from app.config import Settings, wandb_mode
 from app.secrets import store
-from app.tables.secrets import Secret
+from app.tables.administration.secrets import Secret
 from app.tables.workers import Worker
 from app.workers.queries import online_conditions
 
