@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli.audit import audit
 from app.cli.console import CommandGroup, use_ca_file, use_json_errors
-from app.cli.data import backup, export, import_archive, restore, storage
 from app.cli.errors import plain_errors
-from app.cli.keys import keys
-from app.cli.secrets import secrets
-from app.cli.server import api, migrate, prune, up, worker
+from app.cli.on_server.audit import audit
+from app.cli.on_server.data import backup, export, import_archive, restore, storage
+from app.cli.on_server.keys import keys
+from app.cli.on_server.secrets import secrets
+from app.cli.on_server.server import api, migrate, prune, up, worker
 from app.cli.service import down, open_dashboard, status
 
 NOUNS = {
