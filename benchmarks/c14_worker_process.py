@@ -117,7 +117,7 @@ class TrainerThread(TrainingProcess):
         journal.record_start()
         result = FakeTrainer(job, report, self._control, journal).run()
         journal.record_stop(result["outcome"])
-        report.result(**result)
+        report.send({"type": "result", **result})
         if since_boot() > self._deadline:
             overdue.append(job.run_id)
         self.fate.set(Exit(code=0))

@@ -3,10 +3,10 @@
 import hashlib
 import math
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from anneal.contracts.attempt.job import JobSpec
-from anneal.contracts.attempt.messages import ActionRequest, ActionStatus
+from anneal.contracts.attempt.messages import ActionDetails, ActionRequest, ActionStatus, AnsweredSaves
 from anneal.contracts.training_config.fields import TrainingConfig
 from worker.wire.control import Control
 from worker.wire.reporter import Reporter
@@ -72,7 +72,7 @@ class Actions:
         """True if a checkpoint was requested and is not saved yet."""
         return bool(self._saves)
 
-    def take_answered_saves(self) -> dict[str, Any]:
+    def take_answered_saves(self) -> AnsweredSaves:
         """Return the fields of a checkpoint's record that answer the actions which requested it."""
         answered, self._saves = self._saves, []
         return {
@@ -120,7 +120,10 @@ class Actions:
         training = self._training
         texts = [self._generate_text(prompt, max_new_tokens, temperature) for prompt in prompts]
         for prompt, text in zip(prompts, texts, strict=True):
-            training.report.sample(training.state.step, prompt, text, action_id=request.id)
+            step, action_id = training.state.step, request.id
+            training.report.send(
+                {"type": "sample", "step": step, "prompt": prompt, "completion": text, "action_id": action_id}
+            )
         pairs = zip(prompts, texts, strict=True)
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._report_result(request, "done", result={"samples": samples})
@@ -129,8 +132,16 @@ class Actions:
         digest = hashlib.sha256(f"{self._training.state.chain} {prompt} {temperature}".encode()).digest()
         return " ".join(_WORDS[byte % len(_WORDS)] for byte in digest[: min(most, 8)])
 
-    def _report_result(self, request: ActionRequest, status: ActionStatus, **more: Any) -> None:
+    def _report_result(self, request: ActionRequest, status: ActionStatus, **details: Unpack[ActionDetails]) -> None:
         training = self._training
-        training.report.action(
-            request.id, request.action, step=training.state.step, epoch=training.epoch(), status=status, **more
+        training.report.send(
+            {
+                "type": "action",
+                "id": request.id,
+                "action": request.action,
+                "step": training.state.step,
+                "epoch": training.epoch(),
+                "status": status,
+                **details,
+            }
         )

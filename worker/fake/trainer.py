@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result reports
             journal.record_stop(result["outcome"])
-    report.result(**result)
+    report.send({"type": "result", **result})
     return 1 if result["outcome"] == "failed" else 0
 
 
@@ -123,7 +123,7 @@ class FakeTrainer:
 
     def run(self) -> TrainingResult:
         """Load, train, save and export; return the fields of the result record."""
-        self.report.phase("loading")
+        self.report.send({"type": "phase", "name": "loading"})
         self.asked.wait(self.options.load_seconds)
         self._restore_state()
         self.facts = {
@@ -134,7 +134,7 @@ class FakeTrainer:
             **resume_fidelity.fidelity_facts(self._fidelity_differences()),
         }
         self.report_config()
-        self.report.phase("training", start_step=self.state.step, total_steps=self.total)
+        self._report_training()
         why = self.state.ended_by or self._stop_reason()
         while why is None and self.state.step < self.total:
             self._train_step()
@@ -178,7 +178,12 @@ class FakeTrainer:
 
     def report_config(self) -> None:
         """Report the configuration in force and the facts known at the start."""
-        self.report.config(effective=self.config.model_dump(mode="json"), replaced=[], facts=self.facts)
+        effective = self.config.model_dump(mode="json")
+        self.report.send({"type": "config", "effective": effective, "replaced": [], "facts": self.facts})
+
+    def _report_training(self) -> None:
+        step, total = self.state.step, self.total
+        self.report.send({"type": "phase", "name": "training", "start_step": step, "total_steps": total})
 
     def learning_rate(self) -> float:
         """Return the learning rate at the current step."""
@@ -277,13 +282,13 @@ class FakeTrainer:
         """Simulate an evaluation with this loss, and return its metrics; a requested one affects no decision."""
         state = self.state
         metrics = {"eval_loss": loss, **{f"eval_{name}_loss": loss for name in self.job.extra_eval_datasets}}
-        self.report.phase("evaluating")
-        self.report.eval(state.step, metrics, epoch=self.epoch())
+        self.report.send({"type": "phase", "name": "evaluating"})
+        self.report.send({"type": "eval", "step": state.step, "epoch": self.epoch(), "metrics": metrics})
         state.eval_loss, state.eval_step = loss, state.step
         if is_due:
             self.improved = state.best_eval_loss is None or loss < state.best_eval_loss
             state.best_eval_loss = min(loss, state.best_eval_loss or math.inf)
-        self.report.phase("training", start_step=state.step, total_steps=self.total)
+        self._report_training()
         return metrics
 
     def _rows_of_step(self, step: int) -> list[int]:
@@ -299,15 +304,19 @@ class FakeTrainer:
         return self._order[place]
 
     def _report_metric(self, loss: float, seconds: float) -> None:
-        self.report.metric(
-            self.state.step,
-            epoch=self.epoch(),
-            loss=loss,
-            learning_rate=self.learning_rate(),
-            grad_norm=loss / 10,
-            samples_per_second=self.per_step / max(seconds, 1e-6),
-            total_steps=self.total,
-            extra={f"{self.state.step}.{number}": loss for number in range(self.options.metric_values)},
+        self.report.send(
+            {
+                "type": "metric",
+                "step": self.state.step,
+                "epoch": self.epoch(),
+                "loss": loss,
+                "learning_rate": self.learning_rate(),
+                "grad_norm": loss / 10,
+                "gpu_memory_mb": None,
+                "samples_per_second": self.per_step / max(seconds, 1e-6),
+                "total_steps": self.total,
+                "extra": {f"{self.state.step}.{number}": loss for number in range(self.options.metric_values)},
+            }
         )
 
     def _inject_faults(self, step: int) -> None:
@@ -329,12 +338,12 @@ class FakeTrainer:
         periodic = is_requested or self._is_due(self.config.save_steps)
         if periodic or self.improved:
             self._save_checkpoint("periodic" if periodic else "best")
-            self.report.phase("training", start_step=self.state.step, total_steps=self.total)
+            self._report_training()
 
     def _save_checkpoint(self, kind: str) -> None:
         if self.state.step == self.saved_step:
             return
-        self.report.phase("saving")
+        self.report.send({"type": "phase", "name": "saving"})
         began = time.monotonic()
         name = f"checkpoint-{self.state.step}"
         with _staging_folder(self.folder / f".{name}.tmp") as staging:
@@ -347,16 +356,19 @@ class FakeTrainer:
             manifest.commit(staging, self.folder / name)
         self.saved_step = self.state.step
         self.journal.record_save(self.state.step)
-        self.report.checkpoint(
-            name,
-            step=self.state.step,
-            kind=kind,
-            bytes=size,
-            manifest_sha256=sha256,
-            seconds=time.monotonic() - began,
-            **self.actions.take_answered_saves(),
-            epoch=self.epoch(),
-            metrics=self._loss_values(),
+        self.report.send(
+            {
+                "type": "checkpoint",
+                "name": name,
+                "step": self.state.step,
+                "epoch": self.epoch(),
+                "kind": kind,
+                "bytes": size,
+                "manifest_sha256": sha256,
+                "seconds": time.monotonic() - began,
+                **self.actions.take_answered_saves(),
+                "metrics": self._loss_values(),
+            }
         )
 
     def _restore_state(self) -> None:
@@ -379,7 +391,7 @@ class FakeTrainer:
         return resume_fidelity.fingerprint_differences(source.path, self.fingerprint) if source else []
 
     def _export_output(self) -> None:
-        self.report.phase("exporting")
+        self.report.send({"type": "phase", "name": "exporting"})
         with _staging_folder(self.folder / ".output.tmp") as staging:
             facts = {"base_model": self.config.base_model, "step": self.state.step, "chain": self.state.chain}
             (staging / "fake_model.json").write_text(json.dumps(facts))

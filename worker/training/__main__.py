@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     if journal is not None:
         with contextlib.suppress(OSError):  # a full disk, which the result reports
             journal.record_stop(result["outcome"])
-    report.result(**result)
+    report.send({"type": "result", **result})
     return 1 if result["outcome"] == "failed" else 0
 
 
@@ -106,7 +106,7 @@ def _follow_rank_zero(job: JobSpec, place: RankPlace, report_fd: int | None, con
             return _report_lost_connection(error)
         result = _ended_by(error, control)
         traceback.print_exc()
-        report.result(**result)
+        report.send({"type": "result", **result})
         return 1
     return 0
 

@@ -2,17 +2,19 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from anneal.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
+from anneal.contracts.attempt.messages import StepMetrics
 from anneal.contracts.methods import METHODS, Method
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.stop import StopRequest
 from anneal.contracts.training_config.fields import TrainingConfig
+from anneal.contracts.training_config.resolution import Replacement
 from anneal.contracts.training_config.rules import DeviceCapabilities
 from worker.training.failures import Stopped
 from worker.training.ranks import Ranks
@@ -171,14 +173,20 @@ class TrainingContext:
         finally:
             self._stops_together = False
 
-    def record_metric(self, point: dict[str, Any], total_steps: int) -> None:
+    def report_config(self, replaced: Sequence[Replacement], facts: Mapping[str, object]) -> None:
+        """Report the configuration in effect, the defaults that were replaced and the initial run info."""
+        effective = self.config.model_dump(mode="json")
+        replacements = [replacement.model_dump(mode="json") for replacement in replaced]
+        self.report.send({"type": "config", "effective": effective, "replaced": replacements, "facts": facts})
+
+    def record_metric(self, metrics: StepMetrics, extra: dict[str, Any], total_steps: int) -> None:
         """Report, store and track the measurements of a step, in one place so that the three cannot differ."""
-        self.report.metric(**point, total_steps=total_steps)
-        self._record_everywhere(point)
+        self.report.send({"type": "metric", **metrics, "total_steps": total_steps, "extra": extra})
+        self._record_everywhere({**metrics, "extra": extra})
 
     def record_evaluation(self, step: int, epoch: float | None, metrics: dict[str, float]) -> None:
         """Report, store and track the metrics of an evaluation after `step`."""
-        self.report.eval(step, metrics, epoch=epoch)
+        self.report.send({"type": "eval", "step": step, "epoch": epoch, "metrics": metrics})
         # The event names non-finite values; in a JSON file they are null.
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._record_everywhere({"step": step, "epoch": epoch, **numbers})
@@ -209,4 +217,4 @@ class TrainingContext:
         now = time.monotonic()
         if done >= total or now - self._progress_sent_at > _SECONDS_BETWEEN_PROGRESS:
             self._progress_sent_at = now
-            self.report.progress(phase, done, total, message)
+            self.report.send({"type": "progress", "phase": phase, "done": done, "total": total, "message": message})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.attempt.messages import ErrorInfo
 from worker.wire.rank_place import RankPlace
 from worker.wire.reporter import Reporter
 
@@ -49,5 +50,6 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         return Arguments(JobSpec.from_file(parsed.job), parsed.report_fd, parsed.control_fd, place)
     except (OSError, ValueError) as problem:
         message = f"The job file {parsed.job.name} cannot be read: {problem}"
-        Reporter(parsed.report_fd).result("failed", error={"code": "internal", "message": message})
+        error: ErrorInfo = {"code": "internal", "message": message}
+        Reporter(parsed.report_fd).send({"type": "result", "outcome": "failed", "error": error})
         sys.exit(1)

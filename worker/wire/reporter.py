@@ -6,21 +6,10 @@ Imports nothing heavy: the `fake` backend and the tests use it without torch.
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, cast
+from collections.abc import Mapping
+from typing import Any
 
-from anneal.contracts.attempt.messages import (
-    MAX_RECORD_BYTES,
-    ActionStatus,
-    AnsweredAction,
-    ErrorInfo,
-    HubPush,
-    Phase,
-    RepairProposal,
-    SampleOrigin,
-    SampleRecord,
-    TrainerRecord,
-)
+from anneal.contracts.attempt.messages import MAX_RECORD_BYTES, TrainerRecord
 from worker.wire.heartbeat import RESUMED, WAITING, Heartbeat
 
 
@@ -47,6 +36,10 @@ class Reporter:
         else:
             self._write_packet(payload)
 
+    def message(self, line: str, level: str = "info") -> None:
+        """Report a message to the user, shown among the log lines."""
+        self.send({"type": "message", "level": level, "line": line})
+
     def report_waiting(self, is_waiting: bool) -> None:
         """Report that this rank waits for others, or goes on."""
         if self._descriptor is not None:
@@ -59,183 +52,6 @@ class Reporter:
         except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
             # No one renews this run's lease any more: this process would become a second trainer of the run.
             os._exit(1)
-
-    def config(self, effective: dict[str, Any], replaced: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-        """Report the configuration in effect, replaced defaults (field, requested, used, reason), initial run info."""
-        self.send({"type": "config", "effective": effective, "replaced": replaced, "facts": facts})
-
-    def phase(self, name: Phase, *, start_step: int | None = None, total_steps: int | None = None) -> None:
-        """Enter a phase."""
-        self.send({"type": "phase", "name": name, "start_step": start_step, "total_steps": total_steps})
-
-    def progress(self, phase: str, done: float, total: float | None = None, message: str | None = None) -> None:
-        """Report the progress of a phase, in units of that phase."""
-        self.send({"type": "progress", "phase": phase, "done": done, "total": total, "message": message})
-
-    def metric(
-        self,
-        step: int,
-        *,
-        epoch: float | None = None,
-        loss: float | None = None,
-        learning_rate: float | None = None,
-        grad_norm: float | None = None,
-        gpu_memory_mb: float | None = None,
-        samples_per_second: float | None = None,
-        total_steps: int | None = None,
-        extra: dict[str, Any] | None = None,
-    ) -> None:
-        """Report the measurements of one optimizer step."""
-        self.send(
-            {
-                "type": "metric",
-                "step": step,
-                "epoch": epoch,
-                "loss": loss,
-                "learning_rate": learning_rate,
-                "grad_norm": grad_norm,
-                "gpu_memory_mb": gpu_memory_mb,
-                "samples_per_second": samples_per_second,
-                "total_steps": total_steps,
-                "extra": extra or {},
-            }
-        )
-
-    def eval(self, step: int, metrics: dict[str, Any], *, epoch: float | None = None) -> None:
-        """Report the result of an evaluation after `step`."""
-        self.send({"type": "eval", "step": step, "epoch": epoch, "metrics": metrics})
-
-    def checkpoint(
-        self,
-        name: str,
-        *,
-        step: int,
-        kind: str,
-        bytes: int,
-        manifest_sha256: str,
-        seconds: float,
-        actions: Sequence[AnsweredAction] = (),
-        pinned: bool = False,
-        epoch: float | None = None,
-        metrics: dict[str, Any] | None = None,
-    ) -> None:
-        """Report a checkpoint that is on disk: call only after its parent folder was fsynced.
-
-        `kind` is periodic, stop, best or final; `seconds` is how long it took; `actions` (id, action) requested it, and
-        a `pinned` one is kept; `metrics` contains loss and best_loss, to which a rollback returns.
-        """
-        self.send(
-            {
-                "type": "checkpoint",
-                "name": name,
-                "step": step,
-                "epoch": epoch,
-                "kind": kind,
-                "bytes": bytes,
-                "manifest_sha256": manifest_sha256,
-                "seconds": seconds,
-                "actions": list(actions),
-                "pinned": pinned,
-                "metrics": metrics or {},
-            }
-        )
-
-    def action(
-        self,
-        id: str,
-        action: str,
-        *,
-        step: int,
-        status: ActionStatus,
-        epoch: float | None = None,
-        result: dict[str, Any] | None = None,
-        message: str | None = None,
-        total_steps: int | None = None,
-    ) -> None:
-        """Report the result of an action, which took effect after `step`."""
-        self.send(
-            {
-                "type": "action",
-                "id": id,
-                "action": action,
-                "step": step,
-                "epoch": epoch,
-                "status": status,
-                "result": result,
-                "message": message,
-                "total_steps": total_steps,
-            }
-        )
-
-    def sample(self, step: int, prompt: str, completion: str, **origin: Unpack[SampleOrigin]) -> None:
-        """Report a text that the model generated."""
-        sample = {"type": "sample", "step": step, "prompt": prompt, "completion": completion, **origin}
-        self.send(cast(SampleRecord, sample))
-
-    def skipped_rows(self, data: str, *, count: int, total: int, reason: str, examples: list[int]) -> None:
-        """Report rows of the training or evaluation `data` that are left out, cut, or teach nothing."""
-        self.send(
-            {
-                "type": "skipped_rows",
-                "data": data,
-                "count": count,
-                "total": total,
-                "reason": reason,
-                "examples": examples,
-            }
-        )
-
-    def distribution(self, step: int, edges: list[float | None], groups: dict[str, Any]) -> None:
-        """Report histograms of weights and gradients before a step."""
-        self.send({"type": "distribution", "step": step, "edges": edges, "groups": groups})
-
-    def export(
-        self,
-        weights: Literal["best", "last", "checkpoint"],
-        *,
-        step: int,
-        reason: str,
-        output: Literal["adapter", "merged"],
-    ) -> None:
-        """Report the output, and the weights of which step it contains."""
-        self.send({"type": "export", "weights": weights, "step": step, "reason": reason, "output": output})
-
-    def message(self, line: str, level: str = "info") -> None:
-        """Report a message to the user, shown among the log lines."""
-        self.send({"type": "message", "level": level, "line": line})
-
-    def result(
-        self,
-        outcome: Literal["completed", "stopped", "failed"],
-        *,
-        why: str | None = None,
-        step: int | None = None,
-        epoch: float | None = None,
-        error: ErrorInfo | None = None,
-        rank: int | None = None,
-        output: str | None = None,
-        exported: str | None = None,
-        hub: HubPush | None = None,
-        metrics: Mapping[str, Any] | None = None,
-        repair: RepairProposal | None = None,
-    ) -> None:
-        """Send the last record; its fields are those of `TrainingResult`."""
-        self.send(
-            {
-                "type": "result",
-                "outcome": outcome,
-                "why": why,
-                "step": step,
-                "epoch": epoch,
-                "error": error,
-                "rank": rank,
-                "output": output,
-                "exported": exported,
-                "hub": hub,
-                "metrics": metrics,
-                "repair": repair,
-            }
-        )
 
 
 class RankReporter(Reporter):

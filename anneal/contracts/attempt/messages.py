@@ -99,10 +99,9 @@ class ConfigRecord(_Record):
     facts: Mapping[str, object]
 
 
-class MetricRecord(_Record):
-    """Measurements of one optimizer step."""
+class StepMetrics(TypedDict):
+    """Measurements of one optimizer step that every method has."""
 
-    type: Literal["metric"]
     step: int
     epoch: float | None
     loss: float | None
@@ -110,8 +109,15 @@ class MetricRecord(_Record):
     grad_norm: float | None
     gpu_memory_mb: float | None
     samples_per_second: float | None
+
+
+class MetricRecord(StepMetrics, _Record):
+    """Measurements of one optimizer step."""
+
+    type: Literal["metric"]
     total_steps: int | None
     extra: Mapping[str, object]
+    """Further measurements by name."""
 
 
 class EvalRecord(_Record):
@@ -183,13 +189,18 @@ class DistributionRecord(_Record):
     groups: Mapping[str, object]
 
 
-class ExportRecord(_Record):
-    """Output that was written."""
+class OutputWeights(TypedDict):
+    """Weights in an output, and the reason for the choice."""
 
-    type: Literal["export"]
     weights: Literal["best", "last", "checkpoint"]
     step: int
     reason: str
+
+
+class ExportRecord(OutputWeights, _Record):
+    """Output that was written."""
+
+    type: Literal["export"]
     output: Literal["adapter", "merged"]
 
 
@@ -200,8 +211,15 @@ class AnsweredAction(TypedDict):
     action: str
 
 
-class CheckpointRecord(_Record):
-    """Checkpoint that is on disk."""
+class AnsweredSaves(TypedDict, total=False):
+    """Actions that a checkpoint answers, and whether one of them keeps it."""
+
+    actions: list[AnsweredAction]
+    pinned: bool
+
+
+class CheckpointRecord(AnsweredSaves, _Record):
+    """Checkpoint that is on disk: sent only after its parent folder was fsynced."""
 
     type: Literal["checkpoint"]
     name: str
@@ -213,15 +231,22 @@ class CheckpointRecord(_Record):
     manifest_sha256: str
     seconds: NotRequired[float | None]
     """Time that it took to save."""
-    actions: NotRequired[list[AnsweredAction]]
-    pinned: NotRequired[bool]
     metrics: NotRequired[Mapping[str, object] | None]
+    """Loss and best loss, to which a rollback returns, and the metric that ranks checkpoints."""
 
 
 ActionStatus = Literal["done", "refused", "failed"]
 
 
-class ActionRecord(_Record):
+class ActionDetails(TypedDict, total=False):
+    """What the result of an action may contain."""
+
+    result: dict[str, object] | None
+    message: str | None
+    total_steps: int | None
+
+
+class ActionRecord(ActionDetails, _Record):
     """Result of an action, which took effect after `step`."""
 
     type: Literal["action"]
@@ -230,9 +255,6 @@ class ActionRecord(_Record):
     step: int
     epoch: NotRequired[float | None]
     status: ActionStatus
-    result: NotRequired[dict[str, object] | None]
-    message: NotRequired[str | None]
-    total_steps: NotRequired[int | None]
 
 
 class AnomalyDetails(TypedDict):

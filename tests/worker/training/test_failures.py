@@ -405,6 +405,6 @@ def test_a_failure_on_another_rank_is_reported_with_that_rank(capfd: pytest.Capt
         Second(0, 2).agree_on(None, stopped=False)
     result = _ended_by(raised.value, Control())
     assert (result["outcome"], result["rank"]) == ("failed", 1)
-    Reporter(None).result(**result)
+    Reporter(None).send({"type": "result", **result})
     (record,) = parse_records(capfd.readouterr().out)
     assert record["rank"] == 1

@@ -45,21 +45,21 @@ def pair() -> Any:
 class TestReport:
     def test_a_record_carries_type_time_and_fields(self, pair: Any) -> None:
         report, received = pair
-        report.phase("training", start_step=3, total_steps=9)
+        report.send({"type": "phase", "name": "training", "start_step": 3, "total_steps": 9})
         record = received()
         assert record.pop("ts") == pytest.approx(time.time(), abs=5)
         assert record == {"type": "phase", "name": "training", "start_step": 3, "total_steps": 9}
 
     def test_scalars_of_array_libraries_become_numbers(self, pair: Any) -> None:
         report, received = pair
-        report.metric(1, loss=Number(), extra={"folder": Path("/x")})  # type: ignore[arg-type]
+        report.send({"type": "eval", "step": 1, "epoch": Number(), "metrics": {"folder": Path("/x")}})
         record = received()
-        assert (record["loss"], record["extra"]) == (1.5, {"folder": "/x"})
+        assert (record["epoch"], record["metrics"]) == (1.5, {"folder": "/x"})
 
     def test_non_finite_numbers_reach_the_supervisor_which_cleans_them(self, pair: Any) -> None:
         report, received = pair
-        report.metric(1, loss=math.nan)
-        assert math.isnan(received()["loss"])
+        report.send({"type": "eval", "step": 1, "epoch": math.nan, "metrics": {}})
+        assert math.isnan(received()["epoch"])
 
     @pytest.mark.parametrize(
         "fields",
@@ -79,7 +79,10 @@ class TestReport:
         assert len(json.dumps(record)) <= MAX_RECORD_BYTES
 
     def test_by_hand_records_are_lines_on_standard_output(self) -> None:
-        code = "from worker.wire.reporter import Reporter; Reporter(None).result('completed', step=2)"
+        code = (
+            "from worker.wire.reporter import Reporter\n"
+            "Reporter(None).send({'type': 'result', 'outcome': 'completed', 'step': 2})"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["outcome"] == "completed"
 

@@ -11,6 +11,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
 
 from anneal.contracts.attempt.job import EvaluatedCheckpoint
+from anneal.contracts.attempt.messages import AnsweredSaves
 from app.infra.files.tree import bytes_below, remove_tree
 from worker.checkpoint_files import manifest, resume_fidelity
 from worker.training.checkpointing import fidelity_check
@@ -51,7 +52,7 @@ def save_checkpoint(trainer: ServiceTrainer) -> bool:
     during_training = run.save_kind in _KINDS_DURING_TRAINING and not trainer.control.should_training_stop
     waits = not during_training or saving.in_flight.is_under_way
     if waits:
-        run.report.phase("saving")
+        run.report.send({"type": "phase", "name": "saving"})
     try:
         writes = False
         try:
@@ -253,7 +254,7 @@ class CheckpointSaver:
     def copy_to_host(self, snapshot: Snapshot) -> Snapshot | None:
         """Return a copy in host memory; None if there is too little memory, which is reported once."""
         if self._writes_in_the_loop:
-            self._run.report.phase("saving")
+            self._run.report.send({"type": "phase", "name": "saving"})
             return None
         try:
             return snapshot.copied_to(self._memory)
@@ -262,7 +263,7 @@ class CheckpointSaver:
                 self._memory_reported = True
                 line = f"Training waits while checkpoints are written: {error}."
                 self._run.report.message(line, "warning")
-            self._run.report.phase("saving")
+            self._run.report.send({"type": "phase", "name": "saving"})
             return None
 
     def warn_slow_disk(self, seconds: float) -> None:
@@ -288,18 +289,16 @@ def _describe_checkpoint(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_Ab
             **facts,
             "sampler": {"epoch": trainer.state.epoch, "samples": run.state.samples, "seed": run.config.seed},
         },
-        record={
-            "kind": run.save_kind,
-            "epoch": trainer.state.epoch,
-            **trainer.actions.take_answered_saves(),
-            "metrics": {
-                # Both are means as logged: the loss of a single step may well be below the best of those.
-                "loss": run.state.last_metric.get("loss", run.state.loss),
-                "best_loss": run.state.best_loss,
-                # Only if measured with exactly these weights: it decides which checkpoint is the best.
-                run.method.eval_metric: run.state.objective if run.state.eval_step == step else None,
-                f"best_{run.method.eval_metric}": run.state.best_objective,
-            },
+        kind=run.save_kind,
+        epoch=trainer.state.epoch,
+        answered_saves=trainer.actions.take_answered_saves(),
+        metrics={
+            # Both are means as logged: the loss of a single step may well be below the best of those.
+            "loss": run.state.last_metric.get("loss", run.state.loss),
+            "best_loss": run.state.best_loss,
+            # Only if measured with exactly these weights: it decides which checkpoint is the best.
+            run.method.eval_metric: run.state.objective if run.state.eval_step == step else None,
+            f"best_{run.method.eval_metric}": run.state.best_objective,
         },
     )
 
@@ -308,7 +307,10 @@ def _describe_checkpoint(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_Ab
 class _About:
     step: int
     facts: dict[str, Any]
-    record: dict[str, Any]
+    kind: str
+    epoch: float | None
+    answered_saves: AnsweredSaves
+    metrics: dict[str, float | None]
 
 
 def _complete_checkpoint(
@@ -340,9 +342,22 @@ def _complete_checkpoint(
         raise
     run.journal.record_save(about.step)
     seconds = time.monotonic() - began
-    run.report.checkpoint(name, step=about.step, bytes=size, manifest_sha256=sha256, seconds=seconds, **about.record)
+    run.report.send(
+        {
+            "type": "checkpoint",
+            "name": name,
+            "step": about.step,
+            "epoch": about.epoch,
+            "kind": about.kind,
+            "bytes": size,
+            "manifest_sha256": sha256,
+            "seconds": seconds,
+            **about.answered_saves,
+            "metrics": about.metrics,
+        }
+    )
     saving.kept_step = about.step
-    metric = about.record["metrics"][run.method.eval_metric]
+    metric = about.metrics[run.method.eval_metric]
     if metric is not None:
         run.note_evaluated_checkpoint(
             EvaluatedCheckpoint(path=run.folder / name, step=about.step, manifest_sha256=sha256, metric=metric)

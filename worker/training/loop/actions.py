@@ -4,12 +4,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import TrainerControl
 
-from anneal.contracts.attempt.messages import ActionRequest, ActionStatus
+from anneal.contracts.attempt.messages import ActionDetails, ActionRequest, ActionStatus, AnsweredSaves
 from worker.training.checkpointing import saver
 from worker.training.failures import Stopped, one_line
 from worker.training.loop import sampling
@@ -89,10 +89,18 @@ class Actions:
                 request, "failed", message=f"The action failed: {_describe_error(error)}. Training continues unchanged."
             )
 
-    def _report_result(self, request: ActionRequest, status: ActionStatus, **more: Any) -> None:
+    def _report_result(self, request: ActionRequest, status: ActionStatus, **details: Unpack[ActionDetails]) -> None:
         state = self._trainer.state
-        self._run.report.action(
-            request.id, request.action, step=state.global_step, epoch=state.epoch, status=status, **more
+        self._run.report.send(
+            {
+                "type": "action",
+                "id": request.id,
+                "action": request.action,
+                "step": state.global_step,
+                "epoch": state.epoch,
+                "status": status,
+                **details,
+            }
         )
 
     # Evaluating and saving, which follow the step in this order
@@ -106,7 +114,7 @@ class Actions:
             control.should_save = True
             self._run.save_kind = "periodic"
 
-    def take_answered_saves(self) -> dict[str, Any]:
+    def take_answered_saves(self) -> AnsweredSaves:
         """Return the requests that a reported checkpoint answers, as fields of its record."""
         answered, self._saves = self._saves, []
         self._last_saves = answered
@@ -252,9 +260,7 @@ class Actions:
         return factor
 
     def _report_config(self) -> None:
-        trainer, run = self._trainer, self._run
-        replaced = [one.model_dump(mode="json") for one in trainer.replaced]
-        run.report.config(run.config.model_dump(mode="json"), replaced, trainer.facts)
+        self._run.report_config(self._trainer.replaced, self._trainer.facts)
 
     # Sampling
 
@@ -273,7 +279,9 @@ class Actions:
             return self._report_result(request, "failed", message=f"Sampling failed: {reason}. Training continues.")
         pairs = list(zip(prompts, texts, strict=True))
         for prompt, text in pairs:
-            self._run.report.sample(step, prompt, text, action_id=request.id)
+            self._run.report.send(
+                {"type": "sample", "step": step, "prompt": prompt, "completion": text, "action_id": request.id}
+            )
         samples = [{"prompt": prompt, "completion": text} for prompt, text in pairs]
         self._report_result(request, "done", result={"samples": samples})
 

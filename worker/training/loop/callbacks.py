@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from anneal.contracts.attempt.messages import AnomalyDetails
+from anneal.contracts.attempt.messages import AnomalyDetails, StepMetrics
 from app.infra.terminal_text import plain_number
 from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
@@ -32,7 +32,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             # Every rank has drawn the same numbers so far, as the weights and the order of the rows must be the same.
             rng_state.seed_generators((self.run.config.seed, 0, self.run.ranks.rank))
         self.trainer.throughput.begin(self.trainer.trained_tokens())
-        self.run.report.phase("training", start_step=state.global_step, total_steps=state.max_steps)
+        self.run.report.send(
+            {"type": "phase", "name": "training", "start_step": state.global_step, "total_steps": state.max_steps}
+        )
         if self.run.ranks.is_first and self.run.stop_requested is not None:
             self.trainer.end_early(self.run.stop_requested.why, "discard")
         decision.share_decision(self.trainer)
@@ -165,7 +167,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
             run.state.best_loss = loss
         samples_per_second, speed = self.trainer.throughput.take_rates(self.trainer.trained_tokens())
         peak, memory = self.trainer.gpu_memory.take_peak()
-        point = {
+        metrics: StepMetrics = {
             "step": state.global_step,
             "epoch": state.epoch,
             "loss": loss,
@@ -177,9 +179,9 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         names = self.trainer.metric_names()
         measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
         extra = {**measured, **speed, **self.trainer.step_phases.take_seconds(), **memory}
-        extra |= self.trainer.plugin_callbacks.reported_metrics({*point, *extra})
-        run.record_metric({**point, "extra": extra}, state.max_steps)
-        run.state.last_metric = {name: point[name] for name in ("step", "epoch", "loss")}
+        extra |= self.trainer.plugin_callbacks.reported_metrics({*metrics, *extra})
+        run.record_metric(metrics, extra, state.max_steps)
+        run.state.last_metric = {"step": state.global_step, "epoch": state.epoch, "loss": loss}
         self.trainer.report_samples()
 
 

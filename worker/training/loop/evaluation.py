@@ -66,7 +66,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         """Evaluate on the held-out data; a stop request interrupts it and leaves it to the resumed run."""
         run = self.run
-        run.report.phase("evaluating")
+        run.report.send({"type": "phase", "name": "evaluating"})
         state_before = rng_state.current_states()
         is_due = self.evaluation_is_due()
         # A requested evaluation leaves no trace in training; one that is due is part of it, as in TRL.
@@ -99,14 +99,14 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
             self._metrics["eval"].clear()
             run.state.eval_pending = False
             self.actions.evaluation_failed(failed.error)
-            run.report.phase("training")
+            run.report.send({"type": "phase", "name": "training"})
             return {}
         run.state.eval_pending = False
         run.record_evaluation(self.state.global_step, self.state.epoch, results)
         decision.share_decision(self)  # a plugin may have decided something because of the metrics
         self.actions.answer_evaluations(results)
         if not self.control.should_training_stop and not run.only_evaluates:
-            run.report.phase("training")
+            run.report.send({"type": "phase", "name": "training"})
         return dict(metrics)
 
     def _begin_evaluation(self, message: str | None) -> None:

@@ -94,7 +94,7 @@ class HistogramCallback(TrainerCallback):  # type: ignore[misc]
         edges = [None, *EDGES[1:]]  # JSON has no infinity
         record = {"step": step, "edges": edges, "groups": recorded}
         self._run.append_profile(self._run.distributions, record)
-        self._run.report.distribution(step, edges, recorded)
+        self._run.report.send({"type": "distribution", "step": step, "edges": edges, "groups": recorded})
         self._run.trackers.add_distributions(record)
 
 

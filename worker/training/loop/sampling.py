@@ -44,7 +44,9 @@ def report_samples(trainer: ServiceTrainer) -> None:
         run.report.message(f"Sampling failed: {reason}. Training continues.", level="warning")
         return
     for prompt, text in zip(prompts, texts, strict=True):
-        run.report.sample(trainer.state.global_step, _prompt_text(prompt), text)
+        run.report.send(
+            {"type": "sample", "step": trainer.state.global_step, "prompt": _prompt_text(prompt), "completion": text}
+        )
 
 
 def _prompt_text(prompt: Prompt) -> str:

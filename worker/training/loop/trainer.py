@@ -133,10 +133,8 @@ class ServiceTrainerMixin(EvaluationMixin):
 
     def report_run_info(self) -> None:
         """Report the configuration in effect, the defaults that were replaced and the initial run info."""
-        replaced = [one.model_dump(mode="json") for one in self.replaced]
-        effective = self.run.config.model_dump(mode="json")
-        self.run.report.config(effective, replaced, self.facts)
-        self.run.trackers.describe(effective, self.facts)
+        self.run.report_config(self.replaced, self.facts)
+        self.run.trackers.describe(self.run.config.model_dump(mode="json"), self.facts)
 
     def has_reference_pass(self) -> bool:
         """Return True if each step has a forward pass of a reference model."""
@@ -430,7 +428,7 @@ class ServiceTrainerMixin(EvaluationMixin):
             self.saved_step = self.state.global_step
             return
         if saver.save_checkpoint(self) and not self.control.should_training_stop:
-            self.run.report.phase("training")
+            self.run.report.send({"type": "phase", "name": "training"})
 
     def _check_replicas(self) -> None:
         """Check that every rank has the same weights, which a callback can change on rank 0 alone.
@@ -517,7 +515,9 @@ class ServiceTrainerMixin(EvaluationMixin):
 
     def load_weights(self, weights: TrainedWeights) -> None:
         """Load weights to evaluate, and the position at which they were saved."""
-        self.run.report.progress("loading", 1, 2, "weights to evaluate")
+        self.run.report.send(
+            {"type": "progress", "phase": "loading", "done": 1, "total": 2, "message": "weights to evaluate"}
+        )
         self._load_from_checkpoint(str(weights.path))
         self.state.global_step, self.state.epoch = weights.step, weights.epoch
 

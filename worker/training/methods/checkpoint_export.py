@@ -27,7 +27,7 @@ def export_checkpoint(run: TrainingContext) -> TrainingResult:
     if source is None:
         raise TrainingFailure("config_error", "The checkpoint to export no longer exists; export another one.")
     saver.verify_checkpoint(source.path, source.manifest_sha256, run.report.alive)
-    run.report.phase("loading")
+    run.report.send({"type": "phase", "name": "loading"})
     base = base_model.find_base(run.job, run.config)
     tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=run.job.trust_remote_code)
     run.raise_if_stopped()

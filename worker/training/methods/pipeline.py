@@ -349,7 +349,8 @@ def _resume_training(trainer: ServiceTrainerMixin, checkpoint: Path) -> None:
         run.ended_by = limit
         trainer.restore_finished(checkpoint)
         # As `on_train_begin` does: the run is `running` while its output is written, and the attempt has a first step.
-        run.report.phase("training", start_step=trainer.saved_step, total_steps=trainer.args.max_steps)
+        start, total = trainer.saved_step, trainer.args.max_steps
+        run.report.send({"type": "phase", "name": "training", "start_step": start, "total_steps": total})
         return
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint))

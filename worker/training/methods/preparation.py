@@ -135,8 +135,9 @@ def prepare_start(run: TrainingContext, replaced: list[Replacement]) -> Setup:
         restore_replica(run)
         if (resume := run.resume_from) is not None:
             saver.verify_checkpoint(resume.path, resume.manifest_sha256, run.report.alive)
-    run.report.phase("loading")
-    run.report.progress("loading", 0, 2, "tokenizer and configuration")
+    run.report.send({"type": "phase", "name": "loading"})
+    what = "tokenizer and configuration"
+    run.report.send({"type": "progress", "phase": "loading", "done": 0, "total": 2, "message": what})
     base = _find_base(run)
     _match_stored_quantization(run, base, replaced)
     if (warning := masked_model_warning(base.architecture.architectures, run.method)) is not None:
@@ -325,7 +326,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
         most = run.config.max_eval_rows
         return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
-    run.report.phase("tokenizing")
+    run.report.send({"type": "phase", "name": "tokenizing"})
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
         if run.only_evaluates:
@@ -363,7 +364,7 @@ def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> No
     for name, rows in read.items():
         for remark in rows.remarks if rows else []:
             run.report.message(remark["reason"], level="warning")
-            run.report.skipped_rows(name, **remark)
+            run.report.send({"type": "skipped_rows", "data": name, **remark})
 
 
 def training_rows(run: TrainingContext, training: Rows) -> Dataset:
@@ -431,7 +432,7 @@ def base_weights(run: TrainingContext, base: BaseModelSource) -> Iterator[BaseMo
     transformers.utils.logging.set_tqdm_hook(
         lambda bar, what, options: bar(*(with_heartbeat(things, alive) for things in what), **options)
     )
-    run.report.phase("loading")
+    run.report.send({"type": "phase", "name": "loading"})
     dtype = loader.weights_dtype(run.config, run.machine)
     # Each rank merges for itself, so that none has to keep the weights for the others.
     name = "base_model" if run.ranks.is_first else f"base_model.{run.ranks.rank}"

@@ -140,12 +140,15 @@ class RewardTrainerMixin(ServiceTrainerMixin):
             return
         best, worst = advantages.index(max(advantages)), advantages.index(min(advantages))
         for at in dict.fromkeys((best, worst)):
-            self.run.report.sample(
-                self.state.global_step,
-                self._as_text(logs["prompt"][at]),
-                self._as_text(logs["completion"][at]),
-                rewards={name: values[at] for name, values in logs["rewards"].items()},
-                advantage=advantages[at],
+            self.run.report.send(
+                {
+                    "type": "sample",
+                    "step": self.state.global_step,
+                    "prompt": self._as_text(logs["prompt"][at]),
+                    "completion": self._as_text(logs["completion"][at]),
+                    "rewards": {name: values[at] for name, values in logs["rewards"].items()},
+                    "advantage": advantages[at],
+                }
             )
 
     def _as_text(self, text: Any) -> str:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 
 from anneal.contracts.attempt.job import EXPORT, MERGED_BASE
+from anneal.contracts.attempt.messages import OutputWeights
 from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
@@ -89,8 +90,9 @@ def write_output(
         TrainingFailure: `disk_full`, or an export cannot write its GGUF file.
         Stopped: a stop was requested while the GGUF file was written.
     """
-    run.report.phase("exporting")
+    run.report.send({"type": "phase", "name": "exporting"})
     weights = chosen.text
+    about: OutputWeights = {"weights": chosen.which, "step": chosen.step, "reason": chosen.reason}
     final = run.folder / OUTPUT
     staging = run.folder / f".{OUTPUT}.tmp"
     remove_tree(staging, ignore_errors=True)
@@ -118,7 +120,6 @@ def write_output(
         has_own_base = (staging / MERGED_BASE).is_dir()
         card = model_card(run, facts, loader.library_versions(), weights, has_own_base=has_own_base)
         (staging / "README.md").write_text(card)
-        about = {"weights": chosen.which, "step": chosen.step, "reason": chosen.reason}
         (staging / EXPORT).write_text(json.dumps(about, indent=1))
         manifest.commit(staging, final, run.report.alive)
     except Stopped:
@@ -127,7 +128,7 @@ def write_output(
     except Exception as error:
         remove_tree(staging, ignore_errors=True)
         raise classify_error(error) from error
-    run.report.export(chosen.which, step=chosen.step, reason=chosen.reason, output=run.config.output)
+    run.report.send({"type": "export", **about, "output": run.config.output})
     return weights
 
 

@@ -51,7 +51,7 @@ def push_output(run: TrainingContext, output: Path) -> HubPush | None:
     name = run.config.push_to_hub
     if name is None:
         return None
-    run.report.phase("pushing")
+    run.report.send({"type": "phase", "name": "pushing"})
     try:
         refusal = _refusal_reason(run)
         if refusal:
@@ -94,7 +94,7 @@ def _upload_output(run: TrainingContext, output: Path, name: str) -> CommitInfo:
     finally:
         abandoned.set()
     commit = outcome.result()
-    run.report.progress("pushing", total, total)
+    run.report.send({"type": "progress", "phase": "pushing", "done": total, "total": total, "message": None})
     return commit
 
 
