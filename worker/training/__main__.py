@@ -31,7 +31,7 @@ from anneal.contracts.training_config.sequence_parallel import division_obstacle
 from anneal.contracts.training_config.validation import config_errors
 from worker.training.context import TrainingContext
 from worker.training.failures import Stopped, TrainingFailure, classify_error, one_line
-from worker.training.loop import memory
+from worker.training.measurement import memory
 from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model import loader
 from worker.training.output import gguf, hub_push

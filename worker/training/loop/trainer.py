@@ -21,14 +21,15 @@ from worker.training.data.dataset import BORDERS, RowIdCollator
 from worker.training.data.preferences import answer_columns
 from worker.training.data.rank_share import RankShareCollator
 from worker.training.failures import TrainingFailure, one_line
-from worker.training.loop import loss_check, throughput
+from worker.training.loop import loss_check
 from worker.training.loop.actions import Actions
 from worker.training.loop.anomalies import REMEMBERED, Anomaly, AnomalyGuard
 from worker.training.loop.batch_prefetch import BatchPrefetch
 from worker.training.loop.evaluation import EvaluationMixin
-from worker.training.loop.memory import GpuMemory
-from worker.training.loop.step_phases import StepPhases
-from worker.training.loop.throughput import Throughput
+from worker.training.measurement import throughput
+from worker.training.measurement.memory import GpuMemory
+from worker.training.measurement.step_phases import StepPhases
+from worker.training.measurement.throughput import Throughput
 from worker.training.model.adapter_init import save_first_values
 from worker.training.model.attention import known_texts
 from worker.training.model.checked_weights import check_keys, checked_adapters, checked_sizes

@@ -19,8 +19,8 @@ from worker.training.data import dataset
 from worker.training.data.tokenization import tokenizer_digest
 from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCallback
-from worker.training.loop.histograms import HistogramCallback
-from worker.training.loop.memory import MemoryProfiler
+from worker.training.measurement.histograms import HistogramCallback
+from worker.training.measurement.memory import MemoryProfiler
 from worker.training.loop.module_walks import CachedModuleWalks
 from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
 from worker.training.methods import preparation

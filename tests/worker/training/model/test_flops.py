@@ -13,7 +13,7 @@ from anneal.contracts.training_config.fields import TrainingConfig
 from app.estimator import architecture
 from app.estimator.activations import Checkpointing, recomputed_layers
 from app.estimator.flops import StepOperations, step_operations
-from worker.training.loop.throughput import token_pairs
+from worker.training.measurement.throughput import token_pairs
 from worker.training.methods.dpo import PreferenceTrainer
 from worker.training.methods.kto import RatedAnswerTrainer
 from worker.training.methods.reward_model import RewardModelTrainer

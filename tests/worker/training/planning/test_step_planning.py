@@ -21,8 +21,8 @@ from tests.worker.training.tiny import (
     make_tiny_model,
 )
 from tests.worker.training.two_ranks import TwoRanks
-from worker.training.loop.step_phases import StepPhases
-from worker.training.loop.throughput import Throughput
+from worker.training.measurement.step_phases import StepPhases
+from worker.training.measurement.throughput import Throughput
 from worker.training.planning.step_planning import leaving_no_trace
 
 LAYERS = 2

@@ -18,8 +18,8 @@ from app.estimator.flops import Operations
 from tests.jobs import make_spec
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_pairs, make_prompts
 from worker.training.context import TrainingContext
-from worker.training.loop import memory, throughput
-from worker.training.loop.histograms import EDGES, Histogram
+from worker.training.measurement import memory, throughput
+from worker.training.measurement.histograms import EDGES, Histogram
 from worker.training.run_state import MEMORY, MOST_RECORDS, History
 
 COMMON: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from worker.training.loop import step_phases
-from worker.training.loop.step_phases import StepPhases
+from worker.training.measurement import step_phases
+from worker.training.measurement.step_phases import StepPhases
 
 
 def test_phases_of_any_number_of_steps_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
