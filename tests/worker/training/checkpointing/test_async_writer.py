@@ -254,7 +254,7 @@ class TestHostMemory:
             PinnedMemory().copy_tensors([torch.randn(10)])
         reported: list[tuple[str, str]] = []
         report = SimpleNamespace(
-            message=lambda *said: reported.append(said), phase=lambda name: reported.append((name, ""))
+            message=lambda *said: reported.append(said), send=lambda record: reported.append((record["name"], ""))
         )
         run: Any = SimpleNamespace(
             folder=tmp_path, job=make_spec(tmp_path), report=report, is_probe=False, ranks=Ranks(), is_sharded=False

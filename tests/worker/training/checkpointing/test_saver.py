@@ -43,17 +43,18 @@ class Report:
     def alive(self) -> None:
         self.reported.append(("alive", None))
 
-    def phase(self, name: str) -> None:
-        self.reported.append(("phase", name))
-
     def message(self, line: str, level: str = "info") -> None:
         self.reported.append((level, line))
 
-    def checkpoint(self, name: str, **about: Any) -> None:
-        self.reported.append(("checkpoint", name) if not about["actions"] else ("checkpoint for actions", name))
-
-    def action(self, id: str, action: str, **about: Any) -> None:
-        self.reported.append((f"action {about['status']}", about.get("message")))
+    def send(self, record: TrainerRecord) -> None:
+        if record["type"] == "checkpoint":
+            kind = "checkpoint for actions" if record["actions"] else "checkpoint"
+            self.reported.append((kind, record["name"]))
+        elif record["type"] == "action":
+            self.reported.append((f"action {record['status']}", record.get("message")))
+        else:
+            assert record["type"] == "phase"
+            self.reported.append(("phase", record["name"]))
 
     def of(self, kind: str) -> list[Any]:
         """What was told of this kind."""
