@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit as BnbOptimizer
@@ -33,7 +33,13 @@ _BNB_STATES = {"state1", "state2"}
 """State tensors that bitsandbytes pages."""
 
 
-def save_checkpoint(trainer: ServiceTrainer) -> bool:
+class SavingTrainer(ServiceTrainer, Protocol):
+    """A trainer that saves checkpoints."""
+
+    saving: "CheckpointSaver"
+
+
+def save_checkpoint(trainer: SavingTrainer) -> bool:
     """Save `checkpoint-<step>` in the attempt's folder, and report it once it is durably on disk.
 
     A checkpoint during training (periodic, best) is copied to host memory, and a thread writes it while training goes
@@ -75,7 +81,7 @@ def save_checkpoint(trainer: ServiceTrainer) -> bool:
     return waits
 
 
-def _follow_save(trainer: ServiceTrainer) -> bool:
+def _follow_save(trainer: SavingTrainer) -> bool:
     """Write this rank's part of the checkpoint that rank 0 writes, if it writes one; return False."""
     # First, as rank 0 does: it may wait for what this rank has failed to write.
     trainer.saving.in_flight.wait(no_heartbeat)
@@ -87,7 +93,7 @@ def _follow_save(trainer: ServiceTrainer) -> bool:
     return False
 
 
-def _write_checkpoint(trainer: ServiceTrainer, during_training: bool) -> bool:
+def _write_checkpoint(trainer: SavingTrainer, during_training: bool) -> bool:
     """Write the checkpoint, or start to; return True if training waited for the disk."""
     run, step, saving = trainer.run, trainer.state.global_step, trainer.saving
     staging = run.folder / f".checkpoint-{step}.tmp"
@@ -115,7 +121,7 @@ def _write_checkpoint(trainer: ServiceTrainer, during_training: bool) -> bool:
     return waits
 
 
-def _gather_state(trainer: ServiceTrainer, staging: Path, during_training: bool) -> tuple[Snapshot, Snapshot | None]:
+def _gather_state(trainer: SavingTrainer, staging: Path, during_training: bool) -> tuple[Snapshot, Snapshot | None]:
     """Return the state to write, and a copy of it that training does not change, if there is to be one.
 
     Raises:

@@ -12,9 +12,9 @@ import torch
 from anneal.contracts.attempt.messages import AnomalyDetails, RepairProposal
 from anneal.contracts.attempt.repair import Repair
 from anneal.contracts.training_config.fields import TrainingConfig
+from worker.training.checkpointing.saver import SavingTrainer
 from worker.training.failures import TrainingFailure
 from worker.training.model.parallel.sharding import local_part
-from worker.training.trainer_protocol import ServiceTrainer
 
 REMEMBERED = 64
 """Number of step losses from which the noise of the loss is estimated."""
@@ -89,7 +89,7 @@ class AnomalyGuard:
         usual = statistics.median(recent[-_WINDOW:])
         return Anomaly("loss_spike", f"the loss spiked to {loss:.4g}, where {usual:.4g} is usual", limit)
 
-    def build_failure(self, trainer: ServiceTrainer, trouble: Anomaly) -> TrainingFailure:
+    def build_failure(self, trainer: SavingTrainer, trouble: Anomaly) -> TrainingFailure:
         """Build the failure that ends the attempt: the bad rows, and a repair if another attempt may skip the step."""
         step, rows = trainer.state.global_step + 1, sorted(set(trainer.step_rows))
         singled_out = _anomalous_rows(trainer, trouble, rows)
@@ -149,7 +149,7 @@ def _describe_rows(rows: list[int], singled_out: list[int]) -> str:
     return f"Of its {len(rows)} rows, {list_rows(singled_out)} {counted} {stand} out when put through the model alone."
 
 
-def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) -> list[int]:
+def _anomalous_rows(trainer: SavingTrainer, trouble: Anomaly, rows: list[int]) -> list[int]:
     """Return the rows that are anomalous by themselves, as far as a row can be put through the model alone.
 
     Returns none if most are: then the weights are at fault and not the rows. Of a packed sequence, all rows are named.
@@ -167,7 +167,7 @@ def _anomalous_rows(trainer: ServiceTrainer, trouble: Anomaly, rows: list[int]) 
     return [] if most else sorted(anomalous_rows & set(rows))
 
 
-def _evaluate_sequence(trainer: ServiceTrainer, sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
+def _evaluate_sequence(trainer: SavingTrainer, sequence: dict[str, Any], with_gradients: bool) -> tuple[float, bool]:
     """Return the loss of one sequence without dropout, and True if its gradients are finite or were not requested."""
     run = trainer.run
     model: Any = trainer.model

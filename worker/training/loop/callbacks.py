@@ -14,13 +14,13 @@ from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
 from worker.training.failures import TrainingFailure
 from worker.training.loop import decision, sampling
-from worker.training.trainer_protocol import ServiceTrainer
+from worker.training.loop.decision import LoopTrainer
 
 
 class StepCallback(TrainerCallback):  # type: ignore[misc]
     """Decides after every step what follows; the only place where training is ended early."""
 
-    def __init__(self, run: TrainingContext, trainer: ServiceTrainer) -> None:
+    def __init__(self, run: TrainingContext, trainer: LoopTrainer) -> None:
         self.run = run
         self.trainer = trainer
         self._step_began = 0.0
@@ -217,7 +217,7 @@ def metric_line(step: int, total: int, logs: Mapping[str, Any]) -> str:
 class SharingCallback(TrainerCallback):  # type: ignore[misc]
     """Makes every rank follow what the plugins before it have decided on rank 0."""
 
-    def __init__(self, trainer: ServiceTrainer) -> None:
+    def __init__(self, trainer: LoopTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -1,8 +1,21 @@
 """Decisions of rank 0 that every rank of a run follows."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from worker.training.trainer_protocol import ServiceTrainer
+from worker.training.checkpointing.saver import SavingTrainer
+from worker.training.loop.actions import Actions
+from worker.training.plugins.callbacks import PluginCallbacks
+
+
+class LoopTrainer(SavingTrainer, Protocol):
+    """A trainer whose steps are followed by decisions."""
+
+    plugin_callbacks: PluginCallbacks
+
+    @property
+    def actions(self) -> Actions:
+        """Live actions that wait for a step."""
+        ...
 
 
 class _Decision(NamedTuple):
@@ -20,7 +33,7 @@ class _Decision(NamedTuple):
     total_steps: int | None
 
 
-def share_decision(trainer: ServiceTrainer) -> None:
+def share_decision(trainer: LoopTrainer) -> None:
     """Make this rank do what rank 0 has decided; every rank calls it after the same step or evaluation."""
     run, control = trainer.run, trainer.control
     if run.ranks.size == 1:
