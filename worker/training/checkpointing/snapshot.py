@@ -16,6 +16,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 
 from worker.training.checkpointing.pinned_memory import ALIGNED, PinnedMemory
 from worker.training.model.parallel.sharding import Layouts, Sharding, local_part
+from worker.training.overrides import keep_published_generation_config
 from worker.training.trainer_protocol import ServiceTrainer
 from worker.wire.heartbeat import HeartbeatCallback, no_heartbeat
 
@@ -158,16 +159,6 @@ def save_without_weights(model: Any, folder: Path) -> int:
     with _collected_weights() as weights:
         save_weights(model, folder)
     return sum(tensor.nbytes for file in weights for tensor in file.tensors.values())
-
-
-def keep_published_generation_config(model: Any) -> None:
-    """Let a generation configuration that contradicts itself be saved, as one of a published model that is unchanged.
-
-    transformers 5.23 refuses it once TRL and its own trainer have set the tokenizer's special tokens in it.
-    """
-    config = getattr(model, "generation_config", None)
-    if config is not None:
-        config._original_object_hash = hash(config)
 
 
 def expected_bytes(trainer: ServiceTrainer) -> int:

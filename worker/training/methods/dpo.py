@@ -1,6 +1,5 @@
 """Direct preference optimization (`dpo`): pairs of a better and a worse answer, and a frozen reference model."""
 
-import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,10 +14,9 @@ from worker.training.data.preferences import Pairs
 from worker.training.data.reader import RowSource
 from worker.training.methods import pipeline, preparation, reference
 from worker.training.methods.reference import ReferenceMixin
+from worker.training.overrides import avoid_weight_hash
 
-# TRL names its file of reference log-probabilities by a hash of the weights, which takes minutes for gigabytes. The
-# folder belongs to this process alone, so a random name is enough.
-dpo_trainer.hash_module = lambda _module: uuid.uuid4().hex
+avoid_weight_hash(dpo_trainer)
 
 
 class PreferenceTrainer(ReferenceMixin, DPOTrainer):  # type: ignore[misc]

@@ -1,6 +1,5 @@
 """Kahneman-Tversky optimization (`kto`): answers rated as desirable or not, and a frozen reference model."""
 
-import uuid
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,12 +14,12 @@ from worker.training.data.rated_answers import rated_answers
 from worker.training.data.reader import RowSource
 from worker.training.methods import pipeline, preparation, reference
 from worker.training.methods.reference import ReferenceMixin
+from worker.training.overrides import RatedAnswerOverrides, avoid_weight_hash
 
-# As in `dpo`: TRL names its file of reference log-probabilities by a slow hash of the weights.
-kto_trainer.hash_module = lambda _module: uuid.uuid4().hex
+avoid_weight_hash(kto_trainer)
 
 
-class RatedAnswerTrainer(ReferenceMixin, KTOTrainer):  # type: ignore[misc]
+class RatedAnswerTrainer(RatedAnswerOverrides, ReferenceMixin, KTOTrainer):  # type: ignore[misc]
     """A trainer on tokenized rows; `KTOTrainer.compute_loss` of TRL computes the loss."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {
@@ -38,11 +37,6 @@ class RatedAnswerTrainer(ReferenceMixin, KTOTrainer):  # type: ignore[misc]
         if "ref_KL_logps" in inputs:
             inputs["ref_KL_logps"] = inputs["ref_KL_logps"] * inputs.get("share", 1.0)
         return super().training_step(model, inputs, num_items_in_batch)
-
-    def _compute_kl_logps(self, model: Any, batch: Any) -> Any:
-        # The KL term is the mean over the devices of the means of their rows, which may be of different numbers.
-        logps = super()._compute_kl_logps(model, batch)
-        return logps if logps is None or not self.model.training else logps * self._share
 
 
 def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:

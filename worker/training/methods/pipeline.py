@@ -22,7 +22,8 @@ from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCal
 from worker.training.measurement.histograms import HistogramCallback
 from worker.training.measurement.memory import MemoryProfiler
 from worker.training.loop.module_walks import CachedModuleWalks
-from worker.training.loop.trainer import EndedBeforeStep, ServiceTrainerMixin
+from worker.training.loop.checkpoints import EndedBeforeStep
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
 from worker.training.model import adapter_init, kernels, loader
@@ -286,7 +287,7 @@ def evaluate_weights(trainer: ServiceTrainerMixin) -> TrainingResult:
     for history in run.histories:
         history.start_from(None)
     if weights is not None:
-        trainer.load_weights(weights)
+        trainer.load_evaluated_weights(weights)
     trainer.prepare_model()
     metrics = trainer.evaluate()
     return {

@@ -1,6 +1,7 @@
 """Reference model of the methods that compare with it: when its log-probabilities are computed, and the progress."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from datasets.table import InMemoryTable
 from worker.training.context import TrainingContext
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import preparation
+from worker.training.overrides import ReferenceOverrides
 
 _DIGEST = b"digest"
 """Key in a file's metadata; its value names the data that the log-probabilities belong to."""
@@ -30,7 +32,7 @@ def is_precomputed(run: TrainingContext) -> bool:
     return run.config.lora_r is None or trains_again
 
 
-class ReferenceMixin(ServiceTrainerMixin):
+class ReferenceMixin(ReferenceOverrides, ServiceTrainerMixin):
     """Mixin for TRL's trainers with reference log-probabilities on tokenized rows.
 
     It reports their progress, and keeps those computed before the first step in each checkpoint.
@@ -43,10 +45,10 @@ class ReferenceMixin(ServiceTrainerMixin):
     def has_reference_pass(self) -> bool:
         return not self.precompute_ref_logps
 
-    def _prepare_dataset(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset
-
-    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+    def compute_reference(
+        self, dataset: Dataset, name: str, batch_size: int, original: Callable[[], Dataset]
+    ) -> Dataset:
+        """Return the rows with their reference log-probabilities, those of the checkpoint where it has them."""
         file, digest = f"reference_{name}.arrow", _digest_rows(dataset, batch_size)
         stored = self._kept_reference(file, digest)
         if stored is not None:
@@ -56,7 +58,7 @@ class ReferenceMixin(ServiceTrainerMixin):
         rows = f"{len(dataset)} {self.run.method.row_noun}"
         self.run.report.message(f"Computing the reference log-probabilities of {rows} ({name}).")
         with self.run.ranks.alone():  # every rank needs those of all rows
-            done: Dataset = super()._precompute_ref_logps(dataset, name, batch_size)
+            done = original()
         added = [column for column in done.column_names if column not in dataset.column_names]
         self._reference_files[file] = _to_bytes(done.select_columns(added).with_format("arrow")[:], digest)
         return done

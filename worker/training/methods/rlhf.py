@@ -3,7 +3,7 @@
 Its rows are prompts, not sequences of tokens, so its `train` calls the steps of `pipeline.py` itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,11 +22,13 @@ from worker.training.data.token_cache import TokenCache
 from worker.training.failures import TrainingFailure
 from worker.training.loop import probe
 from worker.training.loop.anomalies import Anomaly
+from worker.training.loop.steps import StepMixin
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation, rewards
 from worker.training.model import adapter_init
 from worker.training.model.merging import options_of_stored
 from worker.training.model.reward_scorer import RewardScorer
+from worker.training.overrides import RewardOverrides
 from worker.training.planning import memory_plan
 from worker.training.planning.step_planning import plan_step
 from worker.training.plugins import hooks
@@ -35,7 +37,7 @@ _NON_FINITE_ERROR = "probability tensor contains either"
 """Part of torch's error when it samples from non-finite probabilities."""
 
 
-class RewardTrainerMixin(ServiceTrainerMixin):
+class RewardTrainerMixin(RewardOverrides, ServiceTrainerMixin):
     """Overrides shared by `GRPOTrainer` and `RLOOTrainer`.
 
     An optimizer step is one round: completions are generated once, for all of its micro-batches. So a run can stop
@@ -62,25 +64,20 @@ class RewardTrainerMixin(ServiceTrainerMixin):
 
     def get_train_dataloader(self) -> Any:
         # TRL's own: its rounds are whole, and their rows follow one another, those of each device together.
-        return super(ServiceTrainerMixin, self).get_train_dataloader()
+        return super(StepMixin, self).get_train_dataloader()
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        # Each epoch draws its order from the sampler's own generator, whose state is not in checkpoints. A resumed run
-        # therefore repeats the draws of the finished epochs.
-        if self.saved_step > 0:
-            prompts_in_a_step = self.args.generation_batch_size // self.num_generations
-            for _ in range(self.saved_step // (sampler.num_samples // prompts_in_a_step)):
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-        return sampler
+    def generate_completions(self, original: Callable[[], Any]) -> Any:
+        """Return the completions of a round.
 
-    def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
+        Raises:
+            TrainingFailure: the model's output became non-finite in training.
+        """
         generated, failure = None, None
         # With an adapter, generation calls the base model's own forward, which nothing else puts under mixed precision.
         # Fully trained modules are in 32 bits and would not match the 16-bit modules around them.
         with self.accelerator.autocast():
             try:
-                generated = super()._generate_single_turn(*arguments, **options)
+                generated = original()
             except RuntimeError as error:
                 if _NON_FINITE_ERROR not in str(error) or not self.model.training:
                     raise
@@ -92,12 +89,6 @@ class RewardTrainerMixin(ServiceTrainerMixin):
                 description = "the model's output became non-finite while it generated completions"
                 raise self.anomaly_failure(Anomaly("non_finite", description)) from failure
         return generated
-
-    def _calculate_rewards(self, inputs: Any, prompts: list[Any], completions: list[Any], *more: Any) -> Any:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, *more)
-        if not self.model.training:
-            self.own_metrics.update_completions(prompts, completions, rewards)
-        return rewards
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         """Do nothing: the metric functions got the completions when they were generated."""

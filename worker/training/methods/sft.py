@@ -21,9 +21,10 @@ from worker.training.loop import loss_check
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import pipeline, preparation
 from worker.training.model.parallel.sequence_parallel import SequenceParallel
+from worker.training.overrides import SupervisedOverrides
 
 
-class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
+class SupervisedTrainer(SupervisedOverrides, ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
     """A trainer on tokenized data; `SFTTrainer.compute_loss` of TRL computes the loss, also that of `qlora`."""
 
     MEASURES: ClassVar[Mapping[str, str]] = {"mean_token_accuracy": "token_accuracy", "entropy": "entropy"}
@@ -80,13 +81,6 @@ class SupervisedTrainer(ServiceTrainerMixin, SFTTrainer):  # type: ignore[misc]
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         with self._over_sequences_of(inputs):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        if self.sequences is not None and not self._loss_shifts_labels:
-            # Of models whose loss transformers does not know by name, such as GPT-2, it counts the first label of each
-            # row too, and divides the loss by that.
-            batch_samples = [{**one, "shift_labels": one["labels"]} for one in batch_samples]
-        return super()._get_num_items_in_batch(batch_samples, device)
 
     def token_pairs(self, inputs: Any) -> Any:
         whole = self._whole

@@ -10,10 +10,11 @@ import math
 from typing import Any
 
 import torch
-import trl.trainer.utils as trl_utils
 from torch.autograd.function import once_differentiable
 from trl.kernels import chunked_logprob as kernels
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+from worker.training.overrides import replace_log_probabilities
 
 _ROWS_MULTIPLE = 256
 """Rows of a tile are a multiple of it, as matrix products are computed in blocks."""
@@ -21,7 +22,7 @@ _ROWS_MULTIPLE = 256
 
 def use_two_products() -> None:
     """Let the heads that TRL adds to models compute with two products from now on, where their weights are frozen."""
-    trl_utils._ChunkedLogProbFunction = LogProbabilities
+    replace_log_probabilities(LogProbabilities)
 
 
 class LogProbabilities:

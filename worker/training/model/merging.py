@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import Mxfp4Dequantize
 
 from anneal.contracts.training_config.stored_quantization import StoredQuantization
 from worker.training.model.checked_weights import checked_adapters
+from worker.training.overrides import drop_weight_conversions
 
 _READERS = (Bnb4bitDeserialize, Bnb8bitDeserialize, Mxfp4Dequantize)
 """Operations by which transformers reads quantized weights."""
@@ -37,10 +38,9 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
     """Return `model` with weights of `dtype`, whether it was quantized when it was loaded or stored so."""
     if getattr(model, "hf_quantizer", None) is not None:
         model = model.dequantize(dtype=dtype)
-    # When it saves, transformers 5.23 applies the inverse of what read the stored weights. There is none for these, or
-    # one that only renames the weights.
-    conversions = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [each for each in conversions if not _reads_quantized(each)] or None
+    # When it saves, transformers applies the inverse of what read the stored weights. There is none for these, or one that
+    # only renames the weights.
+    drop_weight_conversions(model, _reads_quantized)
     return model.to(dtype)
 
 

@@ -16,7 +16,7 @@ from anneal.contracts.attempt.messages import OutputWeights
 from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
-from worker.training.checkpointing.snapshot import keep_published_generation_config, save_weights
+from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
 from worker.training.failures import OUT_OF_MEMORY, Stopped, classify_error
 from worker.training.measurement.memory import write_profile
@@ -28,6 +28,7 @@ from worker.training.model.merging import merge_adapter
 from worker.training.output import gguf
 from worker.training.output.model_card import model_card
 from worker.training.output.pruning import prune_smallest
+from worker.training.overrides import keep_published_generation_config
 from worker.wire.heartbeat import heartbeat_while_growing
 
 OUTPUT = "output"

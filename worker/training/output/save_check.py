@@ -13,9 +13,10 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files.disk_space import DiskSpace
-from worker.training.checkpointing.snapshot import keep_published_generation_config, save_without_weights
+from worker.training.checkpointing.snapshot import save_without_weights
 from worker.training.failures import TrainingFailure, classify_error, one_line
 from worker.training.output import gguf
+from worker.training.overrides import keep_published_generation_config
 from worker.training.trainer_protocol import ServiceTrainer
 
 _FOLDER = ".save_check"

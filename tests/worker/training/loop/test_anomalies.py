@@ -221,7 +221,7 @@ def test_a_step_of_float16_that_the_gradient_scaler_skips_is_not_among_those_tra
         run=run, args=SimpleNamespace(fp16=True), step_rows=[], _micro_losses=[torch.tensor(2.0)],
         guard=AnomalyGuard(TrainingConfig(base_model="tiny", method="lora"), []),
     )  # fmt: skip
-    ServiceTrainerMixin._close_step(trainer, torch.tensor(norm))
+    ServiceTrainerMixin.close_step(trainer, torch.tensor(norm))
     assert run.state.recent_losses == losses
 
 

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME
 
 from worker.training.model.parallel.expert_parallel import divide_experts
@@ -246,8 +245,3 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def gather_full(tensor: Any) -> Any:
     """Gather a divided tensor on every rank; return anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def mark_for_sharding(network: PreTrainedModel) -> None:
-    """Make the trainer of transformers leave a model where it is, and not wrap it for replicas."""
-    network._is_distributed_loading_by_transformers = True
