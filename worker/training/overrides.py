@@ -177,7 +177,7 @@ def drop_weight_conversions(model: Any, is_dropped: Callable[[Any], bool]) -> No
 
 
 class InternalName(NamedTuple):
-    """Name that is read, called or replaced, here or where the comment says."""
+    """Name that `worker/training` reads, calls or replaces, other than by an override above."""
 
     owner: str
     """Module, or module and class, as in `transformers:Trainer`."""
@@ -190,33 +190,32 @@ class InternalName(NamedTuple):
 _TRL_TRAINERS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 
 INTERNAL_NAMES = (
-    InternalName("transformers.trainer", "_train_batch_size"),  # loop/steps.py, planning/step_planning.py
+    InternalName("transformers.trainer", "_train_batch_size"),
     InternalName("transformers.trainer", "_loss_shifts_labels"),
     InternalName("transformers:Trainer", "_prepare_inputs", "self, inputs"),
-    InternalName("transformers:Trainer", "_save_scaler", "self, output_dir"),  # checkpointing/snapshot.py
-    # The order of the values that it returns, loop/steps.py
+    InternalName("transformers:Trainer", "_save_scaler", "self, output_dir"),
     InternalName("transformers:Trainer", "set_initial_training_values", "self, args, dataloader"),
-    InternalName("transformers.models.auto.auto_factory", "_model_mapping"),  # model/loader.py, model/attention.py
-    InternalName("transformers.configuration_utils", "_attn_implementation"),  # model/parallel/sequence_parallel.py
-    InternalName("transformers.configuration_utils", "_name_or_path"),  # model/loader.py
+    InternalName("transformers.models.auto.auto_factory", "_model_mapping"),
+    InternalName("transformers.configuration_utils", "_attn_implementation"),
+    InternalName("transformers.configuration_utils", "_name_or_path"),
     InternalName("transformers.core_model_loading", "_weight_conversions"),
     InternalName("transformers.core_model_loading:WeightTransform", "materialize_tensors", "self"),
     InternalName("transformers.distributed.mixin", "_is_distributed_loading_by_transformers"),
-    InternalName("transformers.integrations.moe", "_is_expert_parallel"),  # model/experts.py
+    InternalName("transformers.integrations.moe", "_is_expert_parallel"),
     InternalName("transformers.generation.configuration_utils", "_original_object_hash"),
-    InternalName(  # model/parallel/router_loss.py
+    InternalName(
         "transformers.models.mixtral.modeling_mixtral",
         "load_balancing_loss_func",
         "gate_logits, num_experts, top_k, attention_mask",
     ),
-    InternalName("transformers.modeling_utils", "safe_save_file"),  # checkpointing/snapshot.py
+    InternalName("transformers.modeling_utils", "safe_save_file"),
     InternalName("peft.peft_model", "safe_save_file", checked_with="peft 0.21.2"),
-    InternalName(  # model/adapter_init.py
+    InternalName(
         "peft.utils.loftq_utils:_SafetensorLoader", "__init__", "self, peft_model, model_path", "peft 0.21.2"
     ),
-    InternalName("accelerate.data_loader", "_drop_last", checked_with="accelerate 1.15.0"),  # loop/steps.py
-    InternalName("accelerate.state", "_shared_state", checked_with="accelerate 1.15.0"),  # ranks.py
-    InternalName("datasets.arrow_dataset", "_fingerprint", checked_with="datasets 5.2.0"),  # data/rated_answers.py
+    InternalName("accelerate.data_loader", "_drop_last", checked_with="accelerate 1.15.0"),
+    InternalName("accelerate.state", "_shared_state", checked_with="accelerate 1.15.0"),
+    InternalName("datasets.arrow_dataset", "_fingerprint", checked_with="datasets 5.2.0"),
     *(
         InternalName(f"trl.trainer.{method}_trainer", name, checked_with=_TRL)
         for method in _TRL_TRAINERS
@@ -225,13 +224,12 @@ INTERNAL_NAMES = (
     *(
         InternalName(f"trl.trainer.{method}_trainer", name, checked_with=_TRL)
         for method in ("grpo", "rloo")
-        for name in ("_step", "_logs")  # methods/rlhf.py
+        for name in ("_step", "_logs")
     ),
     InternalName("trl.trainer.utils", "hash_module", "module", _TRL),
     InternalName("trl.trainer.dpo_trainer", "hash_module", checked_with=_TRL),
     InternalName("trl.trainer.kto_trainer", "hash_module", checked_with=_TRL),
     InternalName("trl.trainer.utils", "_ChunkedLogProbFunction", checked_with=_TRL),
-    # model/frozen_head.py
     *(
         InternalName("trl.kernels.chunked_logprob", name, checked_with=_TRL)
         for name in ("_BLOCK_SIZE", "_forward_kernel", "_backward_kernel", "_forward_tile", "_backward_tile")

@@ -19,10 +19,11 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Connection, text
 
+from anneal.contracts.attempt.messages import StepMetrics
 from app.infra.db import join_column
 from app.runs.events.log import MEASURED, NewEvent, Stored
 
-NAMED = ("epoch", "loss", "learning_rate", "grad_norm", "gpu_memory_mb", "samples_per_second")
+NAMED = tuple(name for name in StepMetrics.__annotations__ if name != "step")
 POINTS_OF_FIRST = 16
 ROWS_OF_NEXT = 4
 MOST_STEP = 2**53

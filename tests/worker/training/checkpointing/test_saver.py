@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import save_and_load
 from transformers import AutoModelForCausalLM, Trainer
 
-from anneal.contracts.attempt.messages import ActionRequest
+from anneal.contracts.attempt.messages import ActionRequest, TrainerRecord
 from anneal.contracts.methods import METHODS, TrainingMethod
 from anneal.contracts.stop import StopMode
 from tests.jobs import make_spec
