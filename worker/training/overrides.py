@@ -1,8 +1,9 @@
 """Names inside transformers and TRL that this trainer overrides or uses, though they are no part of their interface.
 
-Any version of a library may change them. `tests/worker/training/test_overrides.py` names those that the installed version
-lacks, or has with other parameters. A class here overrides the private methods of one library and does only what belongs
-to the override; longer work is done by a public method of the trainer, which gets the library's own method as `original`.
+Any version of a library may change them. `tests/worker/training/test_overrides.py` names those that the installed
+version lacks, or has with other parameters. A class here overrides the private methods of one library and does only
+what belongs to the override; longer work is done by a public method of the trainer, which gets the library's own method
+as `original`.
 """
 
 import uuid
@@ -144,8 +145,8 @@ class RewardOverrides(Trainer):  # type: ignore[misc]
 def avoid_weight_hash(trainer_module: ModuleType) -> None:
     """Let a module of TRL name its file of reference log-probabilities by a random number.
 
-    TRL names it by a hash of the weights, which takes minutes for gigabytes. The folder belongs to this process alone, so
-    a random name is enough.
+    TRL names it by a hash of the weights, which takes minutes for gigabytes. The folder belongs to this process alone,
+    so a random name is enough.
     """
     trainer_module.hash_module = lambda _module: uuid.uuid4().hex  # type: ignore[attr-defined]
 

@@ -37,8 +37,8 @@ def is_private(name: str) -> bool:
 def advice(checked_with: str) -> str:
     library = checked_with.split()[0]
     return (
-        f"It was checked with {checked_with}, and {library} {version(library)} is installed: look at what the library does "
-        "now, correct worker/training/overrides.py, and set the version there."
+        f"It was checked with {checked_with}, and {library} {version(library)} is installed: look at what the library "
+        "does now, correct worker/training/overrides.py, and set the version there."
     )
 
 
@@ -54,8 +54,8 @@ def override_problem(trainer: type, override: Any, name: str) -> str | None:
     own_names, library_names = ([(each.name, each.default) for each in side] for side in (own, library))
     if own_names != library_names:
         return (
-            f"`{override.__name__}.{name}` takes {[name for name, _ in own_names]}, and `{owner.__name__}.{name}` takes "
-            f"{[name for name, _ in library_names]} (or other defaults). {advice(override.CHECKED_WITH)}"
+            f"`{override.__name__}.{name}` takes {[name for name, _ in own_names]}, and `{owner.__name__}.{name}` "
+            f"takes {[name for name, _ in library_names]} (or has other defaults). {advice(override.CHECKED_WITH)}"
         )
     return None
 
@@ -86,7 +86,8 @@ def overridden_methods() -> Iterator[tuple[type, type, str]]:
     for trainer in TRAINERS:
         for base in trainer.__mro__:
             if base.__module__ == overrides.__name__:
-                yield from ((trainer, base, name) for name, value in vars(base).items() if isinstance(value, FunctionType))
+                names = (name for name, value in vars(base).items() if isinstance(value, FunctionType))
+                yield from ((trainer, base, name) for name in names)
 
 
 def test_every_override_overrides_a_method_of_the_installed_library_with_its_parameters() -> None:
@@ -103,14 +104,14 @@ class TestProblems:
     """What the next version of a library would lead to."""
 
     class Base:
-        def _kept(self, folder: str) -> None: ...
+        def _unchanged(self, folder: str) -> None: ...
 
         def _changed(self, folder: str, step: int) -> None: ...
 
     class Override:
         CHECKED_WITH = "transformers 0.1"
 
-        def _kept(self, folder: str) -> None: ...
+        def _unchanged(self, folder: str) -> None: ...
 
         def _changed(self, folder: str) -> None: ...
 
@@ -118,7 +119,11 @@ class TestProblems:
 
     @pytest.mark.parametrize(
         ("name", "problem"),
-        [("_kept", None), ("_changed", "`Base._changed` takes ['self', 'folder', 'step']"), ("_removed", "nothing of Base")],
+        [
+            ("_unchanged", None),
+            ("_changed", "`Base._changed` takes ['self', 'folder', 'step']"),
+            ("_removed", "overrides nothing of Base"),
+        ],
     )
     def test_override_of_a_removed_or_changed_method_is_named(self, name: str, problem: str | None) -> None:
         # The class stands for one of the library: its module is that of these tests.

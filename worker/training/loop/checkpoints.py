@@ -111,7 +111,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             torch.save(state, Path(folder) / rng_state.file_name(rank))
 
     def load_rng_states(self, checkpoint: str | None, original: Callable[[], None]) -> None:
-        """Restore the random number generators, then do the evaluation that is still due after the checkpoint's step."""
+        """Restore the random number generators, then do the evaluation that is still due after the last step."""
         ranks = self.run.ranks
         if checkpoint is None or (ranks.size == 1 and rng_state.saved_ranks(Path(checkpoint)) == 1):
             original()

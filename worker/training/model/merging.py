@@ -38,8 +38,8 @@ def dequantize_model(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMo
     """Return `model` with weights of `dtype`, whether it was quantized when it was loaded or stored so."""
     if getattr(model, "hf_quantizer", None) is not None:
         model = model.dequantize(dtype=dtype)
-    # When it saves, transformers applies the inverse of what read the stored weights. There is none for these, or one that
-    # only renames the weights.
+    # When it saves, transformers applies the inverse of what read the stored weights. There is none for these, or one
+    # that only renames the weights.
     drop_weight_conversions(model, _reads_quantized)
     return model.to(dtype)
 
