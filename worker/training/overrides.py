@@ -211,9 +211,7 @@ INTERNAL_NAMES = (
     ),
     InternalName("transformers.modeling_utils", "safe_save_file"),
     InternalName("peft.peft_model", "safe_save_file", checked_with="peft 0.21.2"),
-    InternalName(
-        "peft.utils.loftq_utils:_SafetensorLoader", "__init__", "self, peft_model, model_path", "peft 0.21.2"
-    ),
+    InternalName("peft.utils.loftq_utils:_SafetensorLoader", "__init__", "self, peft_model, model_path", "peft 0.21.2"),
     InternalName("accelerate.data_loader", "_drop_last", checked_with="accelerate 1.15.0"),
     InternalName("accelerate.state", "_shared_state", checked_with="accelerate 1.15.0"),
     InternalName("datasets.arrow_dataset", "_fingerprint", checked_with="datasets 5.2.0"),

@@ -19,11 +19,11 @@ from worker.training.data import dataset
 from worker.training.data.tokenization import tokenizer_digest
 from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCallback
+from worker.training.loop.checkpoints import EndedBeforeStep
+from worker.training.loop.module_walks import CachedModuleWalks
+from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.measurement.histograms import HistogramCallback
 from worker.training.measurement.memory import MemoryProfiler
-from worker.training.loop.module_walks import CachedModuleWalks
-from worker.training.loop.checkpoints import EndedBeforeStep
-from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.methods import preparation
 from worker.training.methods.preparation import Read, Rows, RunData, Setup
 from worker.training.model import adapter_init, kernels, loader

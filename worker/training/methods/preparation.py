@@ -42,8 +42,8 @@ from worker.training.model.attention import VARLEN, batch_texts, kernel_failure,
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.checked_weights import check_finite
 from worker.training.model.kernels import use_liger
-from worker.training.overrides import mark_for_sharding
 from worker.training.model.tiled_mlp import tile_mlps
+from worker.training.overrides import mark_for_sharding
 from worker.training.plugins import hooks
 from worker.training.plugins.checkpoint_engines import restore_replica
 from worker.wire.heartbeat import heartbeat_while_growing, with_heartbeat

@@ -19,8 +19,8 @@ from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
 from worker.training.failures import OUT_OF_MEMORY, Stopped, classify_error
-from worker.training.measurement.memory import write_profile
 from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.measurement.memory import write_profile
 from worker.training.model import loader
 from worker.training.model.adapter_init import convert_to_unchanged_base, save_first_values
 from worker.training.model.base_model import ADAPTER_CONFIG, BaseModelSource
