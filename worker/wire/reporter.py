@@ -25,12 +25,11 @@ class Reporter:
         self._descriptor, self.alive = descriptor, Heartbeat(descriptor).send_if_due
 
     def send(self, record: TrainerRecord) -> None:
-        """Send one record; sets its `ts`, and long strings of an oversized record are cut.
+        """Send one record with the time, `ts`; long strings of an oversized record are cut.
 
         Blocks while the supervisor is behind. Ends the process when the supervisor is gone.
         """
-        record["ts"] = time.time()
-        payload = _encode_record(record)
+        payload = _encode_record({**record, "ts": time.time()})
         if self._descriptor is None:
             write_all(1, payload + b"\n")
         else:

@@ -1,9 +1,9 @@
 """Messages between a supervisor and its training process.
 
-A training process sends records, each a JSON object in one datagram; a supervisor sends control messages. Records are
-TypedDicts: the sender is checked by mypy and builds a plain dictionary. The supervisor treats them as untrusted input
-and validates them when it reads them, except the frequent ones that it only stores: metrics, evaluations, progress and
-samples and skipped rows.
+A training process sends records, each a JSON object in one datagram, with `ts`, the Unix time in seconds at which it
+was sent; a supervisor sends control messages. Records are TypedDicts: the sender is checked by mypy and builds a plain
+dictionary. The supervisor treats them as untrusted input and validates them when it reads them, except the frequent
+ones that it only stores: metrics, evaluations, progress and samples and skipped rows.
 """
 
 import json
@@ -76,12 +76,7 @@ class ControlMessage:
 # Records
 
 
-class _Record(TypedDict):
-    ts: NotRequired[float]
-    """Unix time in seconds; set when the record is sent."""
-
-
-class MessageRecord(_Record):
+class MessageRecord(TypedDict):
     """Message to the user, shown among the log lines."""
 
     type: Literal["message"]
@@ -89,7 +84,7 @@ class MessageRecord(_Record):
     level: NotRequired[str]
 
 
-class ConfigRecord(_Record):
+class ConfigRecord(TypedDict):
     """Configuration in effect, the defaults that it replaced, and run info."""
 
     type: Literal["config"]
@@ -111,7 +106,7 @@ class StepMetrics(TypedDict):
     samples_per_second: float | None
 
 
-class MetricRecord(StepMetrics, _Record):
+class MetricRecord(StepMetrics):
     """Measurements of one optimizer step."""
 
     type: Literal["metric"]
@@ -120,7 +115,7 @@ class MetricRecord(StepMetrics, _Record):
     """Further measurements by name."""
 
 
-class EvalRecord(_Record):
+class EvalRecord(TypedDict):
     """Metrics of an evaluation after `step`."""
 
     type: Literal["eval"]
@@ -132,7 +127,7 @@ class EvalRecord(_Record):
 Phase = Literal["loading", "tokenizing", "training", "evaluating", "saving", "exporting", "pushing"]
 
 
-class PhaseRecord(_Record):
+class PhaseRecord(TypedDict):
     """Start of a phase."""
 
     type: Literal["phase"]
@@ -141,7 +136,7 @@ class PhaseRecord(_Record):
     total_steps: NotRequired[int | None]
 
 
-class ProgressRecord(_Record):
+class ProgressRecord(TypedDict):
     """Progress of a phase, in units of that phase."""
 
     type: Literal["progress"]
@@ -159,7 +154,7 @@ class SampleOrigin(TypedDict):
     advantage: NotRequired[float]
 
 
-class SampleRecord(SampleOrigin, _Record):
+class SampleRecord(SampleOrigin):
     """Text that the model generated."""
 
     type: Literal["sample"]
@@ -168,7 +163,7 @@ class SampleRecord(SampleOrigin, _Record):
     completion: str
 
 
-class SkippedRowsRecord(_Record):
+class SkippedRowsRecord(TypedDict):
     """Rows of the data that are left out, cut, or teach nothing."""
 
     type: Literal["skipped_rows"]
@@ -180,7 +175,7 @@ class SkippedRowsRecord(_Record):
     examples: list[int]
 
 
-class DistributionRecord(_Record):
+class DistributionRecord(TypedDict):
     """Histograms of weights and gradients before a step."""
 
     type: Literal["distribution"]
@@ -197,7 +192,7 @@ class OutputWeights(TypedDict):
     reason: str
 
 
-class ExportRecord(OutputWeights, _Record):
+class ExportRecord(OutputWeights):
     """Output that was written."""
 
     type: Literal["export"]
@@ -218,7 +213,7 @@ class AnsweredSaves(TypedDict, total=False):
     pinned: bool
 
 
-class CheckpointRecord(AnsweredSaves, _Record):
+class CheckpointRecord(AnsweredSaves):
     """Checkpoint that is on disk: sent only after its parent folder was fsynced."""
 
     type: Literal["checkpoint"]
@@ -241,12 +236,12 @@ ActionStatus = Literal["done", "refused", "failed"]
 class ActionDetails(TypedDict, total=False):
     """What the result of an action may contain."""
 
-    result: dict[str, object] | None
+    result: Mapping[str, object] | None
     message: str | None
     total_steps: int | None
 
 
-class ActionRecord(ActionDetails, _Record):
+class ActionRecord(ActionDetails):
     """Result of an action, which took effect after `step`."""
 
     type: Literal["action"]
@@ -317,7 +312,7 @@ class TrainingResult(TypedDict):
     repair: NotRequired[RepairProposal | None]
 
 
-class ResultRecord(TrainingResult, _Record):
+class ResultRecord(TrainingResult):
     """Last record of an attempt."""
 
     type: Literal["result"]

@@ -29,6 +29,7 @@ class StepMixin(Trainer):  # type: ignore[misc]
     """
 
     run: TrainingContext
+    data_collator: Any
     optimizer: Any
     _train_batch_size: int
 
