@@ -40,8 +40,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/methods/pipeline.py",
-                "    if weights is not None:\n        trainer.load_weights",
-                "    if weights is None:\n        trainer.load_weights",
+                "    if weights is not None:\n        trainer.load_evaluated_weights",
+                "    if weights is None:\n        trainer.load_evaluated_weights",
             ),
         ),
         test="tests/worker/training/methods/test_evaluation.py"

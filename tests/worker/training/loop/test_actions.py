@@ -211,7 +211,7 @@ def test_what_cannot_be_done_is_refused_and_training_goes_on(
 def test_more_steps_than_until_its_stop_are_refused(tmp_path: Path, first: int, stop: int, refused: bool) -> None:
     reported: list[dict[str, Any]] = []
     waiting = [ActionRequest("a", "extend", {"epochs": 2})]
-    report: Any = SimpleNamespace(action=lambda *_, **outcome: reported.append(outcome))
+    report: Any = SimpleNamespace(send=reported.append)
     control = Control()
     control._actions.extend(waiting)
     nothing: Any = None
@@ -285,7 +285,7 @@ class TestAChangeThatBreaksOff:
             return fail() if where == "the schedule is not made" else SimpleNamespace(lr_lambdas=[fail])
 
         reported: list[dict[str, Any]] = []
-        report: Any = SimpleNamespace(action=lambda *_, **outcome: reported.append(outcome), config=fail)
+        report: Any = SimpleNamespace(send=reported.append)
         config = TrainingConfig(base_model="tiny", learning_rate=0.1)
         request = ActionRequest("a", action, parameters, step=1)
         job = make_spec(tmp_path, replayed_actions=[request])
