@@ -3,11 +3,12 @@
 import re
 
 from starlette.datastructures import Headers
-from starlette.requests import cookie_parser
 
 _NAME = "anneal_session"
 _PORT = re.compile(r":([0-9]{1,5})$")
 _MOST_BYTES = 16 * 1024
+_SESSION = re.compile(rf'(?:^|;)\s*((?:__Host-)?{_NAME}(?:_[0-9]{{1,5}})?)\s*=\s*"?([^;"\s]*)')
+"""Name and value of a session. To decode all cookies of a request takes ten times as long as to refuse the request."""
 
 
 def name_of(headers: Headers, *, is_secure: bool) -> str:
@@ -30,5 +31,5 @@ def session_of(headers: Headers) -> str | None:
     sent = headers.get("cookie", "")
     if not sent or len(sent) > _MOST_BYTES or headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return None
-    cookies = cookie_parser(sent)
+    cookies = dict(_SESSION.findall(sent))
     return cookies.get(name_of(headers, is_secure=True)) or cookies.get(name_of(headers, is_secure=False)) or None

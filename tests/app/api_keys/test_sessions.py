@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ import httpx
 import psycopg
 import pytest
 from sqlalchemy import Engine
+from starlette.datastructures import Headers
 
 from app.api_keys import verifier
+from app.api_keys.cookies import session_of
 from app.api_keys.failure_limit import FailureLimit
 from app.api_keys.service import list_keys_sync, revoke_key_sync
 from app.api_keys.verifier import CACHE_SECONDS
@@ -153,7 +156,7 @@ class TestSession:
         "cookie",
         [
             "anneal_session_1=anneal-session_" + "x" * 43, "anneal_session=", "x" * 20_000, "={token}", '{name}="',
-            "{name}={key}", "{name}={link}", "{name}={token}x", "{other}={token}",
+            "{name}={key}", "{name}={link}", "{name}={token}x", "x{name}={token}", "{other}={token}",
         ],
     )  # fmt: skip
     def test_cookie_with_another_value_is_no_session(
@@ -166,6 +169,21 @@ class TestSession:
         text = text.replace("{link}", link).replace("{other}", other)
         with shared_api.client_with(None) as untrusted:
             assert untrusted.get("/v1/runs", headers={"Cookie": text}).status_code == 401
+
+    def test_session_is_found_among_thousands_of_cookies_that_take_no_memory(
+        self, shared_api: ApiServer, browser: httpx.Client
+    ) -> None:
+        ((name, token),) = browser.cookies.items()
+        others = "".join(f"{number:x}=;" for number in range(3000))
+        with shared_api.client_with(None) as client:
+            for text in (f"{others} {name}={token}", f"{name}={token};{others}", f'a;;=; {name} = "{token}" ;b'):
+                assert client.get("/v1/runs", headers={"Cookie": text}).status_code == 200, text[:40]
+        headers = Headers({"cookie": others})
+        tracemalloc.start()
+        assert session_of(headers) is None
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 64 * 1024, "each takes at least 100 bytes once it is parsed"
 
     def test_session_needs_a_valid_key_and_a_small_body(self, shared_api: ApiServer) -> None:
         with shared_api.client_with(None) as browser:

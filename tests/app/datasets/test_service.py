@@ -286,6 +286,13 @@ def test_the_same_part_twice_and_another_format_are_422(shared_api: ApiServer) -
     _refused(shared_api, early, 422, "bad_rows")
 
 
+def test_upload_with_a_long_content_type_is_422(shared_api: ApiServer) -> None:
+    kind = "multipart/form-data; boundary=b" + ";a=b" * 300
+    answer = shared_api.client.post("/v1/datasets", content=b"--b--\r\n", headers={"Content-Type": kind})
+    _refused(shared_api, answer, 422, "broken_multipart")
+    assert "Content-Type" in answer.json()["errors"][0]["message"]
+
+
 @pytest.mark.parametrize("kind", ["application/octet-stream", "multipart/form-data", "text/plain", ""])
 def test_upload_with_unsupported_media_type_is_415(shared_api: ApiServer, kind: str) -> None:
     answer = shared_api.client.post("/v1/datasets", content=_lines(TEXT), headers={"Content-Type": kind})
