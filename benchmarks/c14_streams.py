@@ -264,8 +264,9 @@ def _nginx(program: str, folder: Path, ports: list[int]) -> Iterator[_Nginx]:
             server {{
                 listen 127.0.0.1:{port} backlog=4096 reuseport;
                 location / {{
-                    proxy_pass http://anneal; proxy_http_version 1.1; proxy_set_header Connection "";
-                    proxy_set_header Host $host; proxy_buffering off; proxy_read_timeout 1h;
+                    proxy_pass http://anneal; proxy_set_header Host $http_host; proxy_http_version 1.1;
+                    proxy_set_header Connection ""; proxy_buffering off; proxy_request_buffering off;
+                    proxy_read_timeout 1h;
                 }}
             }}
         }}""")

@@ -184,6 +184,8 @@ class TestChart:
         manifests = rendered("ingress.isEnabled=true", "ingress.host=tune.example.org", "ingress.class=nginx")
         (ingress,) = (it for it in manifests if it["kind"] == "Ingress")
         assert ingress["spec"]["tls"] == [{"hosts": ["tune.example.org"], "secretName": "anneal-tls"}]
+        buffered = {name: value for name, value in ingress["metadata"]["annotations"].items() if "buffering" in name}
+        assert len(buffered) == 2 and set(buffered.values()) == {"off"}, "neither responses nor uploads"
         (configuration,) = (it for it in manifests if it["kind"] == "ConfigMap")
         assert configuration["data"]["ANNEAL_ALLOWED_HOSTS"] == "anneal,tune.example.org"
 

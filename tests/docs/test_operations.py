@@ -152,3 +152,18 @@ def test_variables_that_the_document_names_are_settings() -> None:
     named = set(re.findall(r"\bANNEAL_[A-Z_]+\b", OPERATIONS)) - REMOVED_SETTINGS.keys()
     fields = {*Settings.model_fields, *ClientSettings.model_fields}
     assert {name.removeprefix("ANNEAL_").lower() for name in named} <= fields
+
+
+def test_documented_proxies_buffer_nothing_and_pass_the_host_on() -> None:
+    blocks = [
+        block
+        for path in DOCS.rglob("*.md")
+        for block in re.findall(r"^```nginx\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    assert len(blocks) == 2
+    needed = (
+        "client_max_body_size 0;", "proxy_set_header Host $http_host;", "proxy_http_version 1.1;",
+        'proxy_set_header Connection "";', "proxy_buffering off;", "proxy_request_buffering off;",
+        "proxy_read_timeout 1h;",
+    )  # fmt: skip
+    assert [(line, block) for block in blocks for line in needed if line not in block] == []
