@@ -134,8 +134,8 @@ async def _plan_resumed(
     workers = await read_online_workers(session, settings, parent.backend)
     if requested.devices == "all":
         plan, wrong = await use_all_devices(session, settings, workers, plan)
-    if request.resources is not None:
-        wrong += await label_problems(session, rules, request.resources)
+    if request.resources is not None and request.resources.labels:
+        wrong += await label_problems(session, rules, request.resources.labels)
     resources = plan.resources
     wrong += backend_problems(settings, rules, resources)
     wrong += placement_problems(workers, rules, resources)

@@ -83,7 +83,9 @@ class ModelCheck:
         if (folder is not None or fetched) and not creates:
             model_config = await self.storage.in_thread(folder.read_json, "config.json") if folder else fetched
             self._check_model_config(model_config, trains=trains)
-        await self._check_tokenizer(None if creates else folder)
+        tokenizer = self.config.get("tokenizer")
+        if isinstance(tokenizer, str) and not validation.has_error("config.tokenizer"):
+            await self._check_tokenizer(tokenizer, None if creates else folder)
 
     async def check_reward_models(self) -> None:
         """Check that the models of rewards can be had, and that they return a score."""
@@ -193,11 +195,9 @@ class ModelCheck:
             self.validation.add_error(f"config.{problem.field}", problem.code, problem.message)
         self.validation.stored_quantization = stored
 
-    async def _check_tokenizer(self, base: ModelFolder | None) -> None:
+    async def _check_tokenizer(self, name: str, base: ModelFolder | None) -> None:
         """Check the tokenizer of another model, and whether it fits the base model, if its folder is known."""
-        name, storage = self.config.get("tokenizer"), self.storage
-        if not isinstance(name, str) or self.validation.has_error("config.tokenizer"):
-            return
+        storage = self.storage
         try:
             located = await storage.in_thread(resolver.locate_tokenizer, self.settings, storage, name)
         except resolver.BaseModelError as error:

@@ -116,7 +116,8 @@ class _RequestCheck:
             result.errors += backend_problems(self.settings, rules, resources)
             if resources.devices != "all" and not self.has_known_gpu:
                 result.errors += placement_problems(self.workers, rules, resources.with_devices(resources.devices))
-            result.errors += await label_problems(self.session, rules, resources)
+            if resources.labels:
+                result.errors += await label_problems(self.session, rules, resources.labels)
 
     async def check_data(self) -> None:
         """Check the experiment and the datasets, and that they fit the configuration."""

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.backends import BackendRules
 from anneal.contracts.errors import FieldError
-from anneal.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources, name_words
+from anneal.contracts.schemas.runs.placement import MOST_DEVICES, Resources, name_words
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.rules import sharding_obstacles
 from app.config import Settings
@@ -37,11 +37,10 @@ async def check_resources(
     A sharded run can replace the values of `fixed_fields` as little as those that a user has set.
     """
     resources = plan.resources
-    problems = [
-        *_config_conflicts(plan),
-        *_sharding_problems(plan, fixed_fields),
-        *shared_file_problems(settings, plan.config, resources),
-    ]
+    problems = [*_config_conflicts(plan)]
+    if resources.devices > 1 or resources.hosts > 1:
+        problems += _sharding_problems(plan, fixed_fields)
+        problems += shared_file_problems(settings, plan.config, resources)
     if resources.sequence_parallel > 1 or resources.expert_parallel > 1:
         model = await architecture_of(session, settings, storage, plan.config)
         problems += sequence_parallel_problems(plan, model)
@@ -63,8 +62,8 @@ async def use_all_devices(
         most = enough["cuda"] if prefers_gpu else max(enough.values())
         devices = min(most, MOST_DEVICES // hosts) * hosts
         return replace(plan, resources=resources.model_copy(update={"devices": devices})), []
-    if unknown_gpu := _gpu_problem(workers, rules, resources.gpu):
-        return plan, [unknown_gpu]
+    if resources.gpu is not None and (unknown_gpu := list(_gpu_problems(workers, rules, resources.gpu))):
+        return plan, unknown_gpu
     message = f"cannot be `all`: backend `{backend}` starts a worker for each run; give the number"
     if not rules.starts_workers:
         gpu = name_words(resources.gpu).strip() if resources.gpu is not None else None
@@ -76,16 +75,12 @@ async def use_all_devices(
     return plan, [FieldError(field="resources.devices", code="no_worker_online", message=message)]
 
 
-async def label_problems(
-    session: AsyncSession, rules: BackendRules, resources: Resources | ResourceRequest
-) -> list[FieldError]:
+async def label_problems(session: AsyncSession, rules: BackendRules, labels: Sequence[str]) -> list[FieldError]:
     """Return the requested labels that no worker of the backend is known to have had; a run would wait for ever."""
-    if rules.starts_workers or not resources.labels:
-        return []
-    known = await known_labels(session, rules.capabilities.name)
+    known = None if rules.starts_workers else await known_labels(session, rules.capabilities.name)
     if known is None:
         return []
-    named = ", ".join(f"`{one}`" for one in sorted(known)[:_MOST_NAMED])
+    named = ", ".join(f"`{label}`" for label in sorted(known)[:_MOST_NAMED])
     others = f"use one of the {len(known)} known ones, such as {named}; or" if known else "leave it out, or"
     return [
         FieldError(
@@ -94,7 +89,7 @@ async def label_problems(
             message=f"no worker of backend `{rules.capabilities.name}` has had the label `{label}`: {others} start "
             "a worker with it in ANNEAL_WORKER_LABELS first",
         )
-        for label in sorted({*resources.labels} - known)
+        for label in sorted({*labels} - known)
     ]
 
 
@@ -133,8 +128,8 @@ def placement_problems(
     workers: Sequence[OnlineWorker], rules: BackendRules, resources: Resources
 ) -> Iterator[FieldError]:
     """Yield the requested resources that contradict each other, or that no online worker has."""
-    if unknown_gpu := _gpu_problem(workers, rules, resources.gpu):
-        yield unknown_gpu
+    if resources.gpu is not None:
+        yield from _gpu_problems(workers, rules, resources.gpu)
     if resources.kind == "cpu" and resources.gpu is not None:
         message = "contradicts `resources.kind`, which is `cpu`: leave one of the two out"
         yield FieldError(field="resources.gpu", code="conflict", message=message)
@@ -188,13 +183,12 @@ def _count_problems(workers: Sequence[OnlineWorker], resources: Resources) -> It
         yield FieldError(field="resources.devices", code="too_many_devices", message=message)
 
 
-def _gpu_problem(workers: Sequence[OnlineWorker], rules: BackendRules, gpu: str | None) -> FieldError | None:
-    """Return why no online GPU is the one that a run asks for; None if no worker with a GPU is online."""
-    names = [] if gpu is None or rules.starts_workers else gpu_names(workers)
-    if gpu is None or not names or any(name_words(gpu) in name_words(name) for name in names):
-        return None
-    message = (
-        f"no online worker of backend `{rules.capabilities.name}` has a GPU `{gpu}`; there are "
-        f"{', '.join(f'`{name}`' for name in names)}: name one of them, or start a worker with such a GPU"
-    )
-    return FieldError(field="resources.gpu", code="unknown_gpu", message=message)
+def _gpu_problems(workers: Sequence[OnlineWorker], rules: BackendRules, gpu: str) -> Iterator[FieldError]:
+    """Yield why no online GPU is the one that a run asks for; nothing if no worker with a GPU is online."""
+    names = [] if rules.starts_workers else gpu_names(workers)
+    if names and not any(name_words(gpu) in name_words(name) for name in names):
+        message = (
+            f"no online worker of backend `{rules.capabilities.name}` has a GPU `{gpu}`; there are "
+            f"{', '.join(f'`{name}`' for name in names)}: name one of them, or start a worker with such a GPU"
+        )
+        yield FieldError(field="resources.gpu", code="unknown_gpu", message=message)
