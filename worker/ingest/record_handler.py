@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from anneal.contracts.attempt.messages import MAX_RECORD_BYTES, MessageRecord
 from anneal.contracts.attempt.part_end import PartEnd
 from anneal.contracts.attempt.records import COMPLETE_LOG
@@ -35,7 +33,6 @@ _TOO_FAST = (
     f"per second after that, where a phase, its progress, a checkpoint or an invalid record counts as "
     f"{COSTLY_BYTES // 2**10} KiB more, and has to wait: report less often, or less text at a time"
 )
-_MESSAGE = TypeAdapter(MessageRecord)
 
 
 class RecordHandler:
@@ -141,7 +138,7 @@ class RecordHandler:
             self.results.record_failure(rank, record)
 
     def _record_message(self, record: dict[str, Any], ts: float) -> None:
-        message = validate_record(_MESSAGE, record)
+        message = validate_record(MessageRecord, record)
         self.log.log_message(message["line"], message.get("level", "info"), ts)
 
     def _record_event(self, record: dict[str, Any], ts: float) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import math
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from anneal.contracts.attempt.messages import TrainerRecord
 from worker.ingest.redaction import Redactor
 
 _MAX_DEPTH = 12
@@ -18,6 +20,10 @@ _MAX_NAMES = 100
 _MAX_NAME = 200
 
 _LARGEST_INT = 2**63 - 1
+
+_ADAPTERS: Mapping[Any, TypeAdapter[Any]] = {
+    record_type: TypeAdapter(record_type) for record_type in get_args(TrainerRecord)
+}
 
 
 def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
@@ -35,23 +41,24 @@ def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
 Validated = TypeVar("Validated")
 
 
-def validate_record(type_of: TypeAdapter[Validated], record: dict[str, Any]) -> Validated:
+def validate_record(record_type: type[Validated], record: dict[str, Any]) -> Validated:
     """Return `record` as the type that the contract declares for it.
 
     Raises:
         ValueError: A field is missing or has another type.
     """
     try:
-        return type_of.validate_python(record, strict=True)
+        validated: Validated = _ADAPTERS[record_type].validate_python(record, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ValueError(f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
+    return validated
 
 
-def invalid_fields(type_of: TypeAdapter[Any], record: dict[str, Any]) -> set[str]:
+def invalid_fields(record_type: type[Any], record: dict[str, Any]) -> set[str]:
     """Return the names of the fields that do not have the type that the contract declares."""
     try:
-        type_of.validate_python(record, strict=True)
+        _ADAPTERS[record_type].validate_python(record, strict=True)
     except ValidationError as error:
         return {str(one["loc"][0]) for one in error.errors(include_url=False, include_input=False)}
     return set()

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import TypeAdapter
 from sqlalchemy import Connection, case, exists, select, update
 
 from anneal.contracts.attempt.messages import ActionRecord, CheckpointRecord
@@ -24,9 +23,6 @@ from worker.ingest.recorders.metrics import MetricRecorder, checked_count
 from worker.ingest.sink import EventSink
 from worker.ingest.spool import RunUpdate
 
-_CHECKPOINT = TypeAdapter(CheckpointRecord)
-_ACTION = TypeAdapter(ActionRecord)
-
 
 class CheckpointRecorder:
     """Recorder of the checkpoints and actions of one attempt."""
@@ -36,7 +32,7 @@ class CheckpointRecorder:
 
     def record_action(self, received: dict[str, Any], ts: float) -> None:
         """Store the result of an action that needs no checkpoint."""
-        record = validate_record(_ACTION, received)
+        record = validate_record(ActionRecord, received)
         answered = action_result(self._run, record, ts)
         if record.get("total_steps"):
             self._metrics.set_total_steps(record["total_steps"])
@@ -49,7 +45,7 @@ class CheckpointRecorder:
 
     def record_checkpoint(self, received: dict[str, Any], ts: float) -> None:
         """Store a checkpoint that is on disk, retire older ones, and have it sent to the object store."""
-        record = validate_record(_CHECKPOINT, received)
+        record = validate_record(CheckpointRecord, received)
         step = checked_count(record["step"], "step")
         # The name becomes the path of a folder that is removed later.
         if record["name"] != checkpoint_name(step):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from sqlalchemy import Connection, update
 
 from anneal.contracts.attempt.messages import ConfigRecord
@@ -17,8 +17,6 @@ from worker.ingest.record_parser import validate_record
 from worker.ingest.sink import EventSink
 from worker.ingest.spool import RunUpdate
 
-_CONFIG = TypeAdapter(ConfigRecord)
-
 
 class ConfigurationRecorder:
     """Recorder of the effective configuration and the facts of one attempt."""
@@ -30,7 +28,7 @@ class ConfigurationRecorder:
 
     def record_configuration(self, record: dict[str, Any], ts: float) -> None:
         """Store the configuration with the run, and the event with its facts; what is invalid is left out."""
-        reported = validate_record(_CONFIG, record)
+        reported = validate_record(ConfigRecord, record)
         effective, facts = reported["effective"], reported["facts"]
         if ignored := invalid_facts(facts):  # estimates of other users' runs compute with them
             self._log_line(f"invalid facts of the run are ignored: {', '.join(ignored)}", "warning")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from pydantic import TypeAdapter
 from sqlalchemy import Connection, Executable, select
 
 from anneal.contracts.attempt.messages import PhaseRecord
@@ -17,8 +16,6 @@ from worker.ingest.recorders.metrics import MetricRecorder
 from worker.ingest.sink import EventSink
 from worker.ingest.spool import RunUpdate
 
-_PHASE = TypeAdapter(PhaseRecord)
-
 
 class PhaseRecorder:
     """Recorder of the phases of one attempt."""
@@ -29,7 +26,7 @@ class PhaseRecorder:
 
     def record_phase(self, record: dict[str, Any], ts: float) -> None:
         """Store a phase as progress, and the transition of the run that follows from it."""
-        entered = validate_record(_PHASE, record)
+        entered = validate_record(PhaseRecord, record)
         run, state, metrics = self._run, self._state, self._metrics
         phase = state.phase = entered["name"]
         metrics.timer.enter_phase(phase, metrics.start.step)

@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from anneal.contracts.attempt.messages import ResultRecord, TrainingResult
 from app.infra.terminal_text import plain_text
 from worker.ingest.attempt_state import AttemptState
@@ -15,7 +13,6 @@ from worker.ingest.recorders.metrics import MetricRecorder
 _ERROR_CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _MAX_ERROR_TEXT = 8000
 """Characters of an error, which is part of the run, of its events and of the report of its attempt."""
-_RESULT: TypeAdapter[ResultRecord] = TypeAdapter(ResultRecord)
 
 
 class ResultRecorder:
@@ -53,9 +50,9 @@ class ResultRecorder:
 
     def _read_result(self, record: dict[str, Any]) -> TrainingResult:
         # An invalid detail, perhaps of a plugin, must not cost a run its outcome.
-        if ignored := sorted(invalid_fields(_RESULT, record) - {"outcome"}):
+        if ignored := sorted(invalid_fields(ResultRecord, record) - {"outcome"}):
             self._log_line(f"invalid fields of the result are ignored: {', '.join(ignored)}", "warning")
-        result = validate_record(_RESULT, {name: value for name, value in record.items() if name not in ignored})
+        result = validate_record(ResultRecord, {name: value for name, value in record.items() if name not in ignored})
         if error := result.get("error"):
             error["code"] = error["code"] if _ERROR_CODE.fullmatch(error["code"]) else "internal"
             error["message"] = plain_text(error["message"])[:_MAX_ERROR_TEXT]
