@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import psycopg
+from psycopg import _queries
 from sqlalchemy import ColumnElement, Engine, create_engine, event, func, literal
 from sqlalchemy.dialects import registry
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg, PGDialectAsync_psycopg
@@ -44,6 +45,8 @@ class Dialect(_SharedCacheDialect, PGDialect_psycopg):
         return AsyncDialect
 
 
+# psycopg 3.3 parses the parameters of longer statements in each execution, which takes up to half a millisecond.
+_queries.MAX_CACHED_STATEMENT_LENGTH = 16_384
 registry.register("postgresql.anneal", __name__, Dialect.__name__)
 
 _COMPILED: LRUCache[Any, Any] = LRUCache(1000)

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterator
 
 import pytest
+from psycopg import _queries
 from sqlalchemy import Engine, literal, select, text
 from sqlalchemy.engine.interfaces import CacheStats
 from sqlalchemy.exc import DBAPIError, ProgrammingError
@@ -112,3 +113,12 @@ async def test_async_engines_too_but_not_with_the_statements_of_the_others(setti
         hits.append(connection.execute(select(literal(3).label(column))).context.cache_hit)
     engine.dispose()
     assert hits == [CacheStats.CACHE_MISS, CacheStats.CACHE_HIT, CacheStats.CACHE_MISS]
+
+
+def test_parameters_of_a_long_statement_are_parsed_once(engine: Engine) -> None:
+    statement = text(f"SELECT :value, {' + '.join(['1'] * 2000)}")
+    with engine.connect() as connection:
+        connection.execute(statement, {"value": "first"})
+        hits = _queries._query2pg.cache_info().hits
+        connection.execute(statement, {"value": "second"})
+    assert _queries._query2pg.cache_info().hits > hits
