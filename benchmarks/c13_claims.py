@@ -269,7 +269,10 @@ def _copy(connection: Connection, model: str, rows: int, waiting: int) -> None:
 def _time_groups(engine: Engine, model: Any, workers: list[str]) -> list[float]:
     """Time claims of runs on several workers, which it holds, and each of which ends at once."""
     took: list[float] = []
-    with engine.begin() as connection:
+    # As in a service, others create runs and store what they hold: `hold_workers` ends in a rollback, after which
+    # psycopg prepares all statements of its connection again.
+    other_engine = sync_engine(engine.url.render_as_string(hide_password=False))
+    with other_engine.begin() as connection:
         connection.execute(text("UPDATE devices SET run_id = NULL, lease_epoch = NULL"))
     for number in range(TIMED_GROUPS):
         values = {
@@ -279,12 +282,13 @@ def _time_groups(engine: Engine, model: Any, workers: list[str]) -> list[float]:
             "priority": 9,
         }  # fmt: skip
         chosen = [workers[(number + place) % FLEET] for place in range(HOSTS)]
-        with engine.begin() as connection:
+        with other_engine.begin() as connection:
             connection.execute(machine.create(values))
             connection.execute(text("DELETE FROM queue_plan"))
-        hold_workers(engine, values["id"], *chosen)
+        hold_workers(other_engine, values["id"], *chosen)
         began = time.perf_counter()
         row = claim(engine, chosen[0], LEASE)
         took.append(1e3 * (time.perf_counter() - began))
         assert row is not None and len(row.members) == HOSTS - 1
+    other_engine.dispose()
     return took
