@@ -23,6 +23,7 @@ BENCHMARKS = {
     "C12": "benchmarks.c12_dashboard",
     "C13.CLAIMS": "benchmarks.c13_claims",
     "C13.QUEUE": "benchmarks.c13_queue",
+    "C14.DEVICES": "benchmarks.c14_devices",
     "C14.EVENTS": "benchmarks.c14_events",
     "C14.STREAMS": "benchmarks.c14_streams",
     "C14.WORKERS": "benchmarks.c14_workers",

@@ -1,8 +1,8 @@
-"""Many workers in one process, for C14.WORKERS: the code of the worker, except that a trainer is a thread.
+"""Many workers in one process, for C14: the code of the worker, except that a trainer is a thread.
 
 `python -m benchmarks.c14_worker_process COUNT` registers that many workers, prints `ready`, and follows hints until
 standard input is closed; then it prints figures as JSON. Each worker has its own context as `worker.main` creates it:
-connections, heartbeat, listeners, leases, writers, and the supervision of its run. A thread per worker takes hints from
+connections, heartbeat, listeners, leases, writers, and the supervision of its run. A thread per device takes hints from
 the list of Redis that Celery uses, instead of a Celery process. The fake trainer runs in a thread of this process, with
 the channel of a training process.
 """
@@ -78,13 +78,14 @@ class TrainerEnd:
 class TrainerThread(TrainingProcess):
     """A fake trainer in a thread, which the supervisor holds like a process."""
 
-    def __init__(self, job_path: Path, deadline: float) -> None:
+    def __init__(self, job_path: Path, deadline: float, rank: int) -> None:
         self.identity = ProcessIdentity.of_this_process()
         self.channel = Channel()
         self.fate: Any = TrainerEnd()
         self._control = Control()
         self._deadline = deadline
         self._exit: Exit | None = None
+        self._rank = rank
         self._thread = threading.Thread(target=self._train, args=(job_path,), name="trainer", daemon=True)
         self._thread.start()
 
@@ -111,6 +112,9 @@ class TrainerThread(TrainingProcess):
         return Exit(code=0)
 
     def _train(self, job_path: Path) -> None:
+        if self._rank > 0:  # only rank 0 simulates training
+            self.fate.set(Exit(code=0))
+            return
         job = JobSpec.from_file(job_path)
         report = Reporter(self.channel.trainer_fds[0])
         journal = Journal(job.journal, job.attempt)
@@ -142,17 +146,18 @@ class ThreadLauncher(Launcher):
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> TrainingProcess:
         assert renew_until is not None
-        return TrainerThread(job_path, renew_until())
+        return TrainerThread(job_path, renew_until(), place.rank if place else 0)
 
 
 def start_worker(settings: Settings) -> WorkerService:
-    """Register a worker, and let it follow hints."""
+    """Register a worker, and let it follow hints, with a thread for each of its devices."""
     context = WorkerContext(settings)
     context.launcher = ThreadLauncher(settings)
     context.backends = ["fake"]
     service = WorkerService(context)
     assert service.start()
-    threading.Thread(target=follow_hints, args=(context,), name="hints", daemon=True).start()
+    for _ in range(context.machine.slots):
+        threading.Thread(target=follow_hints, args=(context,), name="hints", daemon=True).start()
     return service
 
 

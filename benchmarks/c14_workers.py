@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +56,14 @@ def main(scale: float = 1.0) -> bool:
 
 def _measure(service: Stack, fleet: "list[subprocess.Popen[str]]", workers: int, runs: int, arriving: int) -> bool:
     began = time.monotonic()
-    for _ in range(PROCESSES):
-        command = [sys.executable, "-m", "benchmarks.c14_worker_process", str(workers // PROCESSES)]
-        fleet.append(
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env=service.settings.child_environment(),
-            )
-        )  # fmt: skip
-    for process in fleet:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    online = _value(service, "SELECT count(*) FROM workers WHERE state = 'online'")
+    fleet += [start_process(service, workers // PROCESSES) for _ in range(PROCESSES)]
+    wait_until_ready(fleet)
+    online = read_number(service, "SELECT count(*) FROM workers WHERE state = 'online'")
     took = time.monotonic() - began
     before = seconds_used(_postgres(service))
     time.sleep(IDLE_SECONDS)
     used = seconds_used(_postgres(service)) - before
-    connections = _value(service, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+    connections = read_number(service, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
     print(
         f"C14 {online} workers of {PROCESSES} processes registered within {took:.1f} s of their start; idle, they use "
         f"{used / IDLE_SECONDS:.3f} cores of PostgreSQL and {connections} connections",
@@ -79,10 +71,10 @@ def _measure(service: Stack, fleet: "list[subprocess.Popen[str]]", workers: int,
     )
     rates = _queue(service, runs)
     waits = _arrive(service, arriving)
-    figures = _end(fleet)
-    lost = _value(service, "SELECT count(*) FROM run_attempts WHERE outcome <> 'completed' OR outcome IS NULL")
-    completed = _value(service, "SELECT count(*) FROM runs WHERE status = 'completed' AND attempt = 1")
-    gaps = _value(
+    figures = end_fleet(fleet)
+    lost = read_number(service, "SELECT count(*) FROM run_attempts WHERE outcome <> 'completed' OR outcome IS NULL")
+    completed = read_number(service, "SELECT count(*) FROM runs WHERE status = 'completed' AND attempt = 1")
+    gaps = read_number(
         service,
         "SELECT count(*) FROM (SELECT run_id FROM run_events GROUP BY run_id "
         "HAVING count(*) <> max(seq) OR count(*) FILTER (WHERE type = 'metric') <> "
@@ -105,33 +97,39 @@ def _measure(service: Stack, fleet: "list[subprocess.Popen[str]]", workers: int,
     return completed == runs + arriving and not lost and not gaps and not overdue
 
 
+def start_process(service: Stack, workers: int, **values: Any) -> "subprocess.Popen[str]":
+    """Start a process with workers; `values` are settings of theirs."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.c14_worker_process", str(workers)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=service.settings.model_copy(update=values).child_environment(),
+    )  # fmt: skip
+
+
+def wait_until_ready(fleet: "Sequence[subprocess.Popen[str]]") -> None:
+    """Wait until all workers are registered."""
+    for process in fleet:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+
+
 def _queue(service: Stack, count: int) -> str:
     """Let the workers train a queue of runs; return its figures as a sentence."""
-    model = add_run(service.engine, backend="celery")
-    with service.engine.begin() as connection:
-        connection.execute(text("DELETE FROM runs WHERE id = :id"), {"id": model.id})
-        for number in range(count):
-            values = {
-                "id": new_id("run"), "name": f"run {number}", "backend": "fake", "user_set_fields": [],
-                "experiment_id": model.experiment_id, "dataset_id": service.dataset_id,
-                "config": {"base_model": "none", "method": "sft", "logging_steps": 1, "extra": OPTIONS},
-            }  # fmt: skip
-            connection.execute(machine.create(values))
+    add_runs(service, [1] * count, OPTIONS)
     postgres, valkey = _postgres(service), service.servers.valkey
     assert valkey is not None
     assert valkey.process is not None
     pids = {"PostgreSQL": postgres, "the API": service.api.process.pid, "Valkey": valkey.process.pid}
     before = {name: seconds_used(pid) for name, pid in pids.items()}
     began = time.monotonic()
-    query = "SELECT count(*) FROM runs WHERE status IN ('completed', 'failed', 'cancelled')"
-    eventually(lambda: _value(service, query) == count, timeout=300, every=1.0, what="the queue is empty")
+    wait_until_ended(service, count, timeout=300)
     took = time.monotonic() - began
     load = ", ".join(f"{name} {(seconds_used(pid) - before[name]) / took:.2f}" for name, pid in pids.items())
     with service.engine.connect() as connection:
         at = connection.scalars(
             text("SELECT extract(epoch FROM started_at - min(started_at) OVER ()) FROM run_attempts ORDER BY 1")
         ).all()
-    online = _value(service, "SELECT count(*) FROM workers")
+    online = read_number(service, "SELECT count(*) FROM workers")
     first = float(at[min(len(at), online) - 1])
     rate = len(at) / float(at[-1]) if at[-1] else 0.0
     busy = len(at) * STEPS * STEP_SECONDS / (online * took)
@@ -139,6 +137,20 @@ def _queue(service: Stack, count: int) -> str:
         f"{count:,} runs of {STEPS * STEP_SECONDS:g} s took {took:.0f} s: {rate:.1f} claims a second, devices in use "
         f"{busy:.2f}; all workers had their first run within {first:.1f} s. Cores in use: {load}"
     )
+
+
+def add_runs(service: Stack, devices: Sequence[int], options: dict[str, Any]) -> None:
+    """Insert a pending run for each number of devices, with these options of the fake trainer."""
+    model = add_run(service.engine, backend="celery")
+    with service.engine.begin() as connection:
+        connection.execute(text("DELETE FROM runs WHERE id = :id"), {"id": model.id})
+        for number, needed in enumerate(devices):
+            values = {
+                "id": new_id("run"), "name": f"run {number}", "backend": "fake", "user_set_fields": [],
+                "experiment_id": model.experiment_id, "dataset_id": service.dataset_id, "devices_needed": needed,
+                "config": {"base_model": "none", "method": "sft", "logging_steps": 1, "extra": options},
+            }  # fmt: skip
+            connection.execute(machine.create(values))
 
 
 def _arrive(service: Stack, count: int) -> list[float]:
@@ -159,7 +171,14 @@ def _arrive(service: Stack, count: int) -> list[float]:
         return [float(seconds) for seconds in connection.scalars(query, {"ids": ids})]
 
 
-def _end(fleet: "list[subprocess.Popen[str]]") -> list[dict[str, Any]]:
+def wait_until_ended(service: Stack, count: int, timeout: float) -> None:
+    """Wait until so many runs have ended."""
+    query = "SELECT count(*) FROM runs WHERE status IN ('completed', 'failed', 'cancelled')"
+    eventually(lambda: read_number(service, query) == count, timeout=timeout, every=1.0, what="the queue is empty")
+
+
+def end_fleet(fleet: "Sequence[subprocess.Popen[str]]") -> list[dict[str, Any]]:
+    """Let the processes end; return the figures of each."""
     results = []
     for process in fleet:
         output, _ = process.communicate("", timeout=60)
@@ -174,6 +193,7 @@ def _postgres(service: Stack) -> int:
     return postgres.process.pid
 
 
-def _value(service: Stack, query: str) -> int:
+def read_number(service: Stack, query: str) -> int:
+    """Return the number that a query selects."""
     with service.engine.connect() as connection:
         return int(connection.scalar(text(query)) or 0)
