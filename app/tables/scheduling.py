@@ -20,7 +20,9 @@ class QueuePlan(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False, server_default=text("1"))
     holds: Mapped[dict[str, Any]]
-    """`app.runs.queue.holds.StoredHolds`."""
+    """`app.runs.queue.holds.StoredHolds` without `seconds`."""
+    seconds: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
+    """Its `seconds`, of which a claim reads few."""
     made_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 

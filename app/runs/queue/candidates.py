@@ -13,12 +13,10 @@ from types import MappingProxyType
 from sqlalchemy import Connection, text
 
 from anneal.contracts.schemas.runs.placement import name_words
-from app.runs.queue.fit import Fleet, WorkerOffer
+from app.runs.queue.fleet import NearFleet
 from app.runs.queue.order import JOIN_ROOM, LIMITED, OWNER, OWNERS, WAITING_COLUMNS, quota_rooms, waiting_run
 from app.runs.queue.policy import OrderKey, WaitingRun, order_key
 
-_FIRST_OWNERS = 32
-"""Owners whose runs are searched before those of all others."""
 _NEEDED_MB = """coalesce(cast(runs.requirements ->> 'memory_mb' AS bigint),
         cast(runs.requirements -> 'estimated_mb' ->> :kind AS bigint), 0)"""
 _MAY_FIT = f"""
@@ -39,58 +37,47 @@ _MAY_FIT = f"""
     AND NOT EXISTS (
         SELECT FROM limited WHERE limited.id = runs.experiment_id AND limited.room < runs.devices_needed
     )
-    AND (cast(:only_run AS text) IS NULL OR (runs.id = :only_run AND runs.lease_epoch = :only_epoch))
-"""
-_BEST = f"""
-    SELECT runs.id, runs.priority FROM runs
-    WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN {_MAY_FIT}
-        AND runs.devices_needed <= coalesce(owners.room, runs.devices_needed)
-        AND NOT EXISTS (
-            SELECT FROM unnest(cast(:full_quotas AS text[]), cast(:full_owners AS text[]),
-                cast(:full_priorities AS integer[]), cast(:full_holders AS text[])) AS held(quota, owner, priority, run)
-            WHERE held.quota IN (owners.owner, runs.experiment_id) AND (runs.priority < held.priority
-                OR (held.owner = owners.owner AND runs.priority = held.priority AND runs.id > held.run))
-        )
-        THEN true ELSE false END
-    ORDER BY runs.priority DESC, runs.id LIMIT (SELECT of_owner FROM most)
+    AND runs.devices_needed <= coalesce(owners.room, runs.devices_needed)
+    AND NOT EXISTS (
+        SELECT FROM unnest(cast(:full_quotas AS text[]), cast(:full_owners AS text[]),
+            cast(:full_priorities AS integer[]), cast(:full_holders AS text[])) AS held(quota, owner, priority, run)
+        WHERE held.quota IN (owners.owner, runs.experiment_id) AND (runs.priority < held.priority
+            OR (held.owner = owners.owner AND runs.priority = held.priority AND runs.id > held.run))
+    )
 """
 # The CASE: Postgres takes it to be true for half of the runs, and so reads those of an owner in their order until
 # enough fit. It would take the bare conditions to be true for none, and read and sort all runs of the owner.
 #
-# Most owners need no search: what precedes the best run that the owner after the first ones could have precedes all
-# runs of that owner and of those after it.
+# Most owners need no search: what precedes the best run that the next owner could have precedes all runs of that owner
+# and of those after it.
 _CANDIDATES = text(f"""
-    WITH all_owners AS MATERIALIZED ({OWNERS}), limited AS MATERIALIZED ({LIMITED}),
-    owners AS MATERIALIZED (
-        SELECT *, row_number() OVER (ORDER BY priority DESC, used) AS place FROM all_owners WHERE coalesce(room, 1) > 0
+    WITH owners AS MATERIALIZED (
+        SELECT *, CASE WHEN coalesce(room, 1) > 0
+            THEN row_number() OVER (ORDER BY coalesce(room, 1) <= 0, priority DESC, used) END AS place
+        FROM ({OWNERS}) AS owners
     ),
-    most AS MATERIALIZED (
-        SELECT coalesce(cast(:of_owner AS integer), 1 + :most / greatest(count(*), 1)) AS of_owner FROM owners
-    ),
-    near AS MATERIALIZED (
-        SELECT best.id, best.priority, owners.used FROM owners CROSS JOIN LATERAL ({_BEST}) AS best
-        WHERE owners.place <= {_FIRST_OWNERS}
-    ),
-    far AS (
-        SELECT best.id, best.priority, owners.used FROM owners CROSS JOIN LATERAL ({_BEST}) AS best
-        WHERE owners.place > {_FIRST_OWNERS} AND :most > (
-            SELECT count(*) FROM near WHERE (-near.priority, near.used)
-                < (SELECT -priority, used FROM owners WHERE place = {_FIRST_OWNERS} + 1)
-        )
+    limited AS MATERIALIZED ({LIMITED}),
+    page AS MATERIALIZED (
+        SELECT coalesce(cast(:of_owner AS integer), 1 + :most / greatest(count(place), 1)) AS of_owner,
+            min(priority) FILTER (WHERE place = 2 * :most + 1) AS next_priority,
+            min(used) FILTER (WHERE place = 2 * :most + 1) AS next_used
+        FROM owners
     ),
     first AS (
-        SELECT id FROM (SELECT * FROM near UNION ALL SELECT * FROM far) AS best
-        ORDER BY priority DESC, used, id LIMIT :most
+        SELECT best.id FROM owners CROSS JOIN LATERAL (
+            SELECT runs.id, runs.priority FROM runs
+            WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN {_MAY_FIT} THEN true ELSE false END
+            ORDER BY runs.priority DESC, runs.id LIMIT (SELECT of_owner FROM page)
+        ) AS best
+        WHERE owners.place <= 2 * :most ORDER BY best.priority DESC, owners.used, best.id LIMIT :most
     ),
     chosen AS (
-        SELECT id, true AS is_first FROM first
-        UNION ALL SELECT runs.id, false FROM runs
-        WHERE runs.id = ANY(:short_runs) AND runs.status = 'pending' AND {_MAY_FIT}
-        UNION ALL SELECT runs.id, false FROM runs WHERE runs.id = ANY(:holders) AND runs.status = 'pending'
+        SELECT id, true AS is_first FROM first UNION ALL SELECT unnest(cast(:run_ids AS text[])), false
     )
-    SELECT {WAITING_COLUMNS}, runs.lease_epoch, chosen.is_first, (SELECT of_owner FROM most) AS most_of_owner
-    FROM chosen JOIN runs ON runs.id = chosen.id
-        {JOIN_ROOM.replace("JOIN owners ON", "JOIN all_owners AS owners ON", 1)}
+    SELECT {WAITING_COLUMNS}, runs.lease_epoch, chosen.is_first, page.*
+    FROM page LEFT JOIN (
+        chosen JOIN runs ON runs.id = chosen.id AND runs.status = 'pending' {JOIN_ROOM}
+    ) ON true
 """)
 
 
@@ -111,23 +98,20 @@ class Candidates:
 
 def read_candidates(
     connection: Connection,
-    worker: WorkerOffer,
-    fleet: Fleet,
+    near: NearFleet,
     most: int,
     of_owner: int | None = None,
     *,
-    short_runs: Sequence[str] = (),
-    holders: Sequence[str] = (),
+    run_ids: Sequence[str] = (),
     full_quotas: Mapping[str, WaitingRun] = MappingProxyType({}),
-    only_run: tuple[str, int] | None = None,
 ) -> Candidates:
-    """Read up to `most` runs that may start on a worker, those of `short_runs` that may, and all of `holders`.
+    """Read up to `most` runs that may start on a worker, and those of `run_ids` that still wait.
 
     Of one owner it reads `of_owner` runs at most; None: an equal share. `full_quotas` have the runs that hold them
     without leaving a device: of the others, none that is certainly behind the holder is read.
     """
+    worker = near.worker
     free = [device for device in worker.devices if device.run_id is None and not device.paused]
-    only_id, only_epoch = only_run or (None, None)
     parameters = {
         "free_devices": len(free),
         "largest_mb": max((device.memory_mb for device in free), default=0),
@@ -136,28 +120,28 @@ def read_candidates(
         "names": list({name_words(device.name) for device in free}),
         "labels": json.dumps(sorted(worker.labels)),
         "gguf": worker.gguf,
-        "gpu_backends": list(fleet.gpu_backends) if worker.kind != "cuda" else [],
-        "machine_mb": _free_machine_mb(worker, fleet),
+        "gpu_backends": list(near.fleet.gpu_backends),
+        "machine_mb": _free_machine_mb(near),
         "most": most,
         "of_owner": of_owner,
-        "short_runs": list(short_runs),
         "full_quotas": list(full_quotas),
         "full_owners": [run.owner for run in full_quotas.values()],
         "full_priorities": [run.priority for run in full_quotas.values()],
         "full_holders": [run.run_id for run in full_quotas.values()],
-        "holders": list(holders),
-        "only_run": only_id,
-        "only_epoch": only_epoch,
+        "run_ids": list(run_ids),
     }
-    rows = connection.execute(_CANDIDATES, parameters).all()
+    page, *others = connection.execute(_CANDIDATES, parameters).all()
+    rows = [row for row in (page, *others) if row.id is not None]
     runs = {row.id: waiting_run(row) for row in rows}
     used = {row.owner: row.used for row in rows}
     first = sorted((runs[row.id] for row in rows if row.is_first), key=lambda run: order_key(run, used))
     last = {run.owner: order_key(run, used) for run in first}
     counts = Counter(run.owner for run in first)
-    ends = [last[owner] for owner, count in counts.items() if count >= rows[0].most_of_owner]
-    if len(first) >= most:
+    ends = [last[owner] for owner, count in counts.items() if count >= page.of_owner]
+    if first and len(first) >= most:
         ends.append(order_key(first[-1], used))
+    if page.next_used is not None:
+        ends.append((-page.next_priority, page.next_used, ""))
     return Candidates(
         runs,
         {quota: room for row in rows for quota, room in quota_rooms(row).items()},
@@ -167,13 +151,14 @@ def read_candidates(
     )
 
 
-def _free_machine_mb(worker: WorkerOffer, fleet: Fleet) -> int | None:
+def _free_machine_mb(near: NearFleet) -> int | None:
     """Return the memory that the runs of a machine leave; None if no other worker of it trains one that needs some."""
+    worker = near.worker
     if worker.machine is None:
         return None
     used_mb = {
         mate.worker_id: sum(device.held_mb for device in mate.devices)
-        for mate in fleet.workers
+        for mate in near.fleet.workers
         if mate.machine == worker.machine
     }
     if not any(mb for worker_id, mb in used_mb.items() if worker_id != worker.worker_id):

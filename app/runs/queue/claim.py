@@ -4,19 +4,17 @@ All claims take turns, so each sees the devices and the quotas that those before
 and holds are those of `app.runs.queue.policy`; runs hold what the last round has stored for them.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from sqlalchemy import Connection, Executable, Row
 
-from app.runs.queue.candidates import Candidates, read_candidates
-from app.runs.queue.fit import Fleet, WorkerOffer
-from app.runs.queue.fleet import read_near_fleet
-from app.runs.queue.holds import StoredHolds
-from app.runs.queue.holds_table import read_holds, read_quota_uses, take_turn
-from app.runs.queue.policy import Assignment, Claim, OrderKey, Snapshot, WaitingRun, order_key, schedule
+from app.runs.queue.candidates import read_candidates
+from app.runs.queue.fit import Fleet
+from app.runs.queue.fleet import NearFleet, read_near_fleet
+from app.runs.queue.holds_table import read_quota_uses, take_turn
+from app.runs.queue.policy import Assignment, Claim, OrderKey, Snapshot, order_key, schedule
 from app.runs.state import machine
 
 _FIRST_PAGE = 16
@@ -35,65 +33,51 @@ def claim_run(
     lead. The row is that of `machine.claim`; None if no run may start here.
     """
     take_turn(connection)
-    holds, now = read_holds(connection)
-    worker, fleet = read_near_fleet(connection, worker_id, holds.partners(worker_id), lease_seconds)
-    if worker is None or all(device.run_id is not None or device.paused for device in worker.devices):
+    near = read_near_fleet(connection, worker_id, lease_seconds)
+    if near is None or all(device.run_id is not None or device.paused for device in near.worker.devices):
         return None
-    choice = _Choice(connection, worker, fleet, holds, now, only_run)
+    choice = _Choice(connection, near, only_run)
     for _ in range(_MOST_SKIPPED + 1):
         assignment = choice.first_assignment()
         if assignment is None:
             return None
         run_id = assignment.run.run_id
-        row = _take(connection, assignment, choice.lease_epoch(run_id), fleet, worker_id, lease_seconds)
+        parameters = _chosen_devices(assignment, choice.lease_epoch(run_id), near.fleet)
+        row = connection.execute(_claim(worker_id, lease_seconds), parameters).one_or_none()
         if row is not None:
             return row
         choice.skip(run_id)
     return None
 
 
-def _take(
-    connection: Connection, assignment: Assignment, epoch: int, fleet: Fleet, worker_id: str, lease_seconds: float
-) -> Row[Any] | None:
+def _chosen_devices(assignment: Assignment, epoch: int, fleet: Fleet) -> dict[str, Any]:
     offers = {offer.worker_id: offer for offer in fleet.workers}
     chosen = [
-        (part, partner, offers[partner].devices[position].index)
-        for part, (partner, positions) in enumerate(assignment.devices.items())
+        (part, worker_id, offers[worker_id].devices[position].index)
+        for part, (worker_id, positions) in enumerate(assignment.devices.items())
         for position in sorted(positions)
     ]
-    parameters = machine.chosen_devices(assignment.run.run_id, epoch, chosen)
-    return connection.execute(_claim(worker_id, lease_seconds), parameters).one_or_none()
+    return machine.chosen_devices(assignment.run.run_id, epoch, chosen)
 
 
 class _Choice:
     """Choice of the run that a worker claims."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        worker: WorkerOffer,
-        fleet: Fleet,
-        holds: StoredHolds,
-        now: float,
-        only_run: tuple[str, int] | None,
-    ) -> None:
+    def __init__(self, connection: Connection, near: NearFleet, only_run: tuple[str, int] | None) -> None:
         self._connection = connection
-        self._worker = worker
-        self._fleet = fleet
-        self._holds = holds
-        self._now = now
+        self._near = near
         self._only_run = only_run
-        is_held = any(worker.worker_id in hold.devices for hold in holds.holds)
-        # Runs behind a holder that are known to end in time.
-        self._short_runs = list(holds.seconds.get(worker.device, {})) if is_held or holds.quota_holds else []
-        self._quota_uses = read_quota_uses(connection, holds)
-        self._page = _FIRST_PAGE
-        self._candidates = self._read(_FIRST_PAGE)
+        # Beside the first runs, those behind a holder that are known to end in time.
+        others = list(near.holds.seconds[near.worker.device]) if only_run is None else [only_run[0]]
+        self._run_ids = [*near.holds.run_ids(), *others]
+        self._quota_uses = read_quota_uses(connection, near.holds)
+        self._page = _FIRST_PAGE if only_run is None else 0
+        self._candidates = read_candidates(connection, near, self._page, run_ids=self._run_ids)
         self._skipped: set[str] = set()
 
     def lease_epoch(self, run_id: str) -> int:
-        """Return the lease epoch of a run that was read."""
-        return self._candidates.lease_epochs[run_id]
+        """Return the lease epoch with which a run that was read is claimed."""
+        return self._candidates.lease_epochs[run_id] if self._only_run is None else self._only_run[1]
 
     def skip(self, run_id: str) -> None:
         """Choose another run from now on; what this one holds stays held."""
@@ -104,34 +88,22 @@ class _Choice:
         while True:
             snapshot, claim = self._snapshot()
             assignment = next(iter(schedule(snapshot).assignments), None)
-            if self._candidates.end is None or self._is_certain(self._candidates.end, assignment, claim):
+            end = self._candidates.end
+            if self._only_run is not None or end is None or self._is_certain(end, assignment, claim):
                 return assignment
             of_owner, self._page = self._page, self._page * _PAGE_FACTOR
             full_quotas = {quota: hold.run for quota, hold in claim.quota_holds.items() if hold.spare == 0}
-            self._candidates = self._read(self._page, of_owner, full_quotas)
-
-    def _read(
-        self, most: int, of_owner: int | None = None, full_quotas: Mapping[str, WaitingRun] | None = None
-    ) -> Candidates:
-        return read_candidates(
-            self._connection,
-            self._worker,
-            self._fleet,
-            most,
-            of_owner,
-            short_runs=self._short_runs,
-            holders=self._holds.run_ids(),
-            full_quotas=full_quotas or {},
-            only_run=self._only_run,
-        )
+            self._candidates = read_candidates(
+                self._connection, self._near, self._page, of_owner, run_ids=self._run_ids, full_quotas=full_quotas
+            )
 
     def _snapshot(self) -> tuple[Snapshot, Claim]:
-        candidates = self._candidates
-        holders = {run_id: candidates.runs[run_id] for run_id in self._holds.run_ids() if run_id in candidates.runs}
+        candidates, near = self._candidates, self._near
+        holders = {run_id: candidates.runs[run_id] for run_id in near.holds.run_ids() if run_id in candidates.runs}
         claim = Claim(
-            self._worker.worker_id,
-            self._holds.worker_holds(self._fleet, holders, self._now),
-            self._holds.quota_holds_of(holders, self._quota_uses, self._now),
+            near.worker.worker_id,
+            near.holds.worker_holds(near.fleet, holders, near.now),
+            near.holds.quota_holds_of(holders, self._quota_uses, near.now),
         )
         runs = [
             replace(run, is_ready=False) if run.run_id in self._skipped else run for run in candidates.runs.values()
@@ -139,9 +111,9 @@ class _Choice:
         if self._only_run is not None:
             runs = [run for run in runs if run.run_id == self._only_run[0]]
         snapshot = Snapshot(
-            self._fleet,
+            near.fleet,
             runs,
-            self._holds.seconds_on,
+            near.holds.seconds_on,
             used=candidates.used,
             limits=candidates.rooms,  # what runs that train leave of them
             claim=claim,
@@ -156,7 +128,7 @@ class _Choice:
         blocking = [
             hold.run
             for hold in claim.holds.values()
-            if self._worker.worker_id in hold.devices and hold.spare(self._worker.worker_id) == 0
+            if self._near.worker.worker_id in hold.devices and hold.spare(self._near.worker.worker_id) == 0
         ]
         return any(order_key(run, used) < end for run in blocking)
 

@@ -1,11 +1,14 @@
 """Reads the online workers and their devices, as the queue sees them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, text
 
 from app.runs.queue.fit import DeviceOffer, Fleet, WorkerOffer
+from app.runs.queue.holds import StoredHolds
+from app.runs.queue.holds_table import CURRENT_PLAN
 from app.workers.queries import IS_FRESH, silence_seconds
 
 _GPU_MEMORY_SECONDS = 3600.0
@@ -26,43 +29,69 @@ _WORKERS = """
         ) ORDER BY devices.index) AS devices
     FROM workers JOIN devices ON devices.worker_id = workers.id LEFT JOIN runs AS holders ON holders.id = devices.run_id
     WHERE {condition}
-    GROUP BY workers.id ORDER BY workers.id
+    GROUP BY workers.id
 """
 _IS_ONLINE = f"workers.state = 'online' AND {IS_FRESH}"
-_ONLINE = text(_WORKERS.format(condition=_IS_ONLINE))
+_ONLINE = text(_WORKERS.format(condition=_IS_ONLINE) + "ORDER BY workers.id")
+_GPU_BACKENDS = f"""
+    SELECT DISTINCT unnest(workers.backends) FROM workers JOIN devices ON devices.worker_id = workers.id
+    WHERE devices.kind = 'cuda' AND (
+        workers.state <> 'offline' OR workers.heartbeat_at > clock_timestamp() - make_interval(
+            secs => {_GPU_MEMORY_SECONDS}
+        )
+    )
+"""
 # A worker that asks for a run is there, whatever its last heartbeat. Workers of its machine that drain or are silent
 # count too: their runs use its memory.
-_NEAR = text(
-    _WORKERS.format(
-        condition=f"""workers.id = :worker_id OR (workers.id = ANY(:partners) AND {_IS_ONLINE})
-            OR split_part(workers.boot_id, '/', 1) =
-                (SELECT split_part(asking.boot_id, '/', 1) FROM workers AS asking WHERE asking.id = :worker_id)"""
-    )
-)
-_GPU_BACKENDS = text("""
-    SELECT DISTINCT unnest(workers.backends) FROM workers JOIN devices ON devices.worker_id = workers.id
-    WHERE devices.kind = 'cuda'
-        AND (workers.state <> 'offline' OR workers.heartbeat_at > clock_timestamp() - make_interval(secs => :seconds))
-""").bindparams(seconds=_GPU_MEMORY_SECONDS)
+_IS_NEAR = f"""
+    workers.id = :worker_id OR (workers.id IN (SELECT jsonb_object_keys(held) FROM own_holds) AND {_IS_ONLINE})
+    OR split_part(workers.boot_id, '/', 1) =
+        (SELECT split_part(asking.boot_id, '/', 1) FROM workers AS asking WHERE asking.id = :worker_id)
+"""
+_NEAR = text(f"""
+    WITH plan AS MATERIALIZED ({CURRENT_PLAN}),
+    own_holds AS (
+        SELECT hold -> 'devices' AS held FROM plan CROSS JOIN jsonb_array_elements(plan.holds -> 'holds') AS hold
+        WHERE hold -> 'devices' ? :worker_id
+    ),
+    near AS ({_WORKERS.format(condition=_IS_NEAR)})
+    SELECT near.*, plan.holds, cast(extract(epoch FROM clock_timestamp()) AS float) AS now,
+        CASE WHEN plan.holds -> 'quota_holds' <> '[]' OR EXISTS (SELECT FROM own_holds)
+            THEN plan.seconds -> near.device END AS seconds,
+        CASE WHEN near.kind = 'cpu' THEN array({_GPU_BACKENDS}) END AS gpu_backends
+    FROM near LEFT JOIN plan ON near.id = :worker_id
+    ORDER BY near.id <> :worker_id, near.id
+""")
+
+
+@dataclass(frozen=True)
+class NearFleet:
+    """Worker that asks for a run, and what limits its claim."""
+
+    worker: WorkerOffer
+    fleet: Fleet
+    """The worker, the others of its machine, and those that a run holds together with it."""
+    holds: StoredHolds
+    """What runs hold; durations only on devices like those of the worker, and only if a hold limits it."""
+    now: float
+    """Unix time of the database."""
 
 
 async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
     """Return the workers that claim runs now; `connection` is an async session or connection."""
     rows = (await connection.execute(_ONLINE, _times(lease_seconds))).all()
-    with_gpu = (await connection.execute(_GPU_BACKENDS)).all()
+    with_gpu = (await connection.execute(text(_GPU_BACKENDS))).all()
     return Fleet(_offers(rows), frozenset(row[0] for row in with_gpu))
 
 
-def read_near_fleet(
-    connection: Connection, worker_id: str, partners: Sequence[str], lease_seconds: float
-) -> tuple[WorkerOffer | None, Fleet]:
-    """Return a worker that asks for a run, and with it the other workers of its machine, and `partners`."""
-    where = {"worker_id": worker_id, "partners": list(partners), **_times(lease_seconds)}
-    offers = _offers(connection.execute(_NEAR, where).all())
-    worker = next((offer for offer in offers if offer.worker_id == worker_id), None)
-    if worker is None or worker.kind == "cuda":
-        return worker, Fleet(offers)
-    return worker, Fleet(offers, frozenset(connection.execute(_GPU_BACKENDS).scalars()))
+def read_near_fleet(connection: Connection, worker_id: str, lease_seconds: float) -> NearFleet | None:
+    """Return what a claim of a worker needs of the fleet; None if there is no such worker."""
+    rows = connection.execute(_NEAR, {"worker_id": worker_id, **_times(lease_seconds)}).all()
+    if not rows or rows[0].id != worker_id:
+        return None
+    asking, offers = rows[0], _offers(rows)
+    holds = StoredHolds.model_validate({**(asking.holds or {}), "seconds": {asking.device: asking.seconds or {}}})
+    return NearFleet(offers[0], Fleet(offers, frozenset(asking.gpu_backends or ())), holds, asking.now)
 
 
 def _times(lease_seconds: float) -> dict[str, float]:

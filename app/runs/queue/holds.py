@@ -5,13 +5,14 @@ it was read: a device that another run has taken since is no longer free when th
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
 from pydantic import BaseModel
 
 from app.runs.queue.fit import Fleet, WorkerOffer
-from app.runs.queue.policy import Assignment, Hold, Plan, QuotaHold, Snapshot, WaitingRun
+from app.runs.queue.policy import Assignment, Hold, Plan, QueueState, QuotaHold, Snapshot, WaitingRun, order_key
 
 _MOST_SECONDS = 1e9
 
@@ -34,6 +35,9 @@ class StoredQuotaHold(BaseModel):
     run_id: str
     starts_at: float | None
     spare: int
+    """Devices of the quota that later runs may use however long they take."""
+    assigned: set[str] = set()
+    """Runs before it that the plan starts and that do not end before it starts: `spare` is without their devices."""
 
 
 class QuotaUse(NamedTuple):
@@ -78,7 +82,11 @@ class StoredHolds(BaseModel):
             ],
             quota_holds=[
                 StoredQuotaHold(
-                    quota_id=quota_id, run_id=hold.run.run_id, starts_at=_unix_time(now, hold.start), spare=hold.spare
+                    quota_id=quota_id,
+                    run_id=hold.run.run_id,
+                    starts_at=_unix_time(now, hold.start),
+                    spare=hold.spare,
+                    assigned=_assigned_before(hold, plan, snapshot),
                 )
                 for quota_id, hold in plan.quota_holds.items()
             ],
@@ -89,11 +97,6 @@ class StoredHolds(BaseModel):
     def run_ids(self) -> list[str]:
         """Return the ids of the runs that hold something."""
         return list(dict.fromkeys([hold.run_id for hold in self.holds] + [hold.run_id for hold in self.quota_holds]))
-
-    def partners(self, worker_id: str) -> list[str]:
-        """Return the workers that runs on several hosts hold together with a worker."""
-        groups = [hold.devices for hold in self.holds if hold.hosts > 1 and worker_id in hold.devices]
-        return [partner for group in groups for partner in group if partner != worker_id]
 
     def seconds_on(self, run: WaitingRun, worker: WorkerOffer) -> float:
         """Return the predicted duration of a run on a worker; infinite if it would not end in time, or is unknown."""
@@ -134,7 +137,9 @@ class StoredHolds(BaseModel):
             taken = sum(
                 use.devices
                 for use in uses
-                if use.quota_id == stored.quota_id and not self._ends_by(start, use.run_id, use.device)
+                if use.quota_id == stored.quota_id
+                and use.run_id not in stored.assigned
+                and not self._ends_by(start, use.run_id, use.device)
             )
             holds[stored.quota_id] = QuotaHold(run, start, max(stored.spare - taken, 0))
         return holds
@@ -164,21 +169,31 @@ def _hold_of(assignment: Assignment, workers: Mapping[str, WorkerOffer]) -> Hold
     return Hold(assignment.run, 0.0, free)
 
 
+def _assigned_before(hold: QuotaHold, plan: Plan, snapshot: Snapshot) -> set[str]:
+    workers, place = {worker.worker_id: worker for worker in snapshot.fleet.workers}, order_key(hold.run, snapshot.used)
+    assigned = set()
+    for assignment in plan.assignments:
+        run = assignment.run
+        end = max(snapshot.seconds(run, workers[worker_id]) for worker_id in assignment.devices)
+        if order_key(run, snapshot.used) < place and not end <= hold.start < math.inf:
+            assigned.add(run.run_id)
+    return assigned
+
+
 def _shorter_runs(snapshot: Snapshot, start: float) -> dict[str, dict[str, float]]:
-    """Return the durations of pending runs that are shorter than `start`, by name of the devices and by run."""
-    by_device = {worker.device: worker for worker in snapshot.fleet.workers}
-    return (
-        {
-            device: {
-                run.run_id: round(seconds, 1)
-                for run in snapshot.waiting
-                if (seconds := snapshot.seconds(run, worker)) < start
-            }
-            for device, worker in by_device.items()
-        }
-        if start > 0
-        else {}
-    )
+    """Return the durations of pending runs that are shorter than `start`, by name of devices that they fit, and run."""
+    if start <= 0:
+        return {}
+    state, shorter_runs = QueueState(snapshot), defaultdict[str, dict[str, float]](dict)
+    workers_of_kind: dict[int, dict[str, WorkerOffer]] = {}
+    for run in snapshot.waiting:
+        if (kind := state.needs_kind(run)) not in workers_of_kind:
+            fitting_workers = [state.workers[worker_id] for worker_id in state.fitting_devices(run)]
+            workers_of_kind[kind] = {worker.device: worker for worker in fitting_workers}
+        for device, worker in workers_of_kind[kind].items():
+            if (seconds := snapshot.seconds(run, worker)) < start:
+                shorter_runs[device][run.run_id] = round(seconds, 1)
+    return shorter_runs
 
 
 def _unix_time(now: float, start: float) -> float | None:

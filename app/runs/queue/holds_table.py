@@ -1,5 +1,6 @@
 """Reads and writes the stored holds of the queue, and the lock under which claims take turns."""
 
+import json
 from collections.abc import Mapping
 
 from sqlalchemy import Connection, text
@@ -10,16 +11,20 @@ from app.runs.queue.policy import OrderKey, QuotaHold, order_key
 from app.tables.scheduling import HOLD_SECONDS
 
 _LOCK = 0x71756575  # "queu"
-# The turn of a process that is frozen ends after some seconds, so that the others go on.
+# The turn of a process that is frozen ends after some seconds, so that the others go on. The statements of a claim are
+# planned once for a connection: PostgreSQL would plan about every second time, which takes as long as their execution.
 _TAKE_TURN = text(
     "SELECT set_config('idle_in_transaction_session_timeout', '5s', true), set_config('lock_timeout', '10s', true), "
-    f"pg_advisory_xact_lock({_LOCK})"
+    f"set_config('plan_cache_mode', 'force_generic_plan', true), pg_advisory_xact_lock({_LOCK})"
 )
+CURRENT_PLAN = f"""
+    SELECT holds, seconds FROM queue_plan
+    WHERE made_at BETWEEN clock_timestamp() - interval '{HOLD_SECONDS} s' AND clock_timestamp()
+"""
+"""SQL query of the stored holds that count, and of durations: fields of `StoredHolds`."""
 _HOLDS = text(f"""
-    SELECT cast(extract(epoch FROM clock_timestamp()) AS float) AS now, (
-        SELECT holds FROM queue_plan
-        WHERE made_at BETWEEN clock_timestamp() - interval '{HOLD_SECONDS} s' AND clock_timestamp()
-    ) AS holds
+    SELECT cast(extract(epoch FROM clock_timestamp()) AS float) AS now, plan.holds, plan.seconds
+    FROM (SELECT) AS always LEFT JOIN ({CURRENT_PLAN}) AS plan ON true
 """)
 _QUOTA_USES = text("""
     SELECT quota.id, runs.id, count(*), min(devices.name)
@@ -32,8 +37,8 @@ _HOLDERS = text(f"""
     WHERE runs.id = ANY(:run_ids) AND runs.status = 'pending'
 """)
 _STORE = text("""
-    INSERT INTO queue_plan (holds) VALUES (cast(:holds AS jsonb))
-    ON CONFLICT (id) DO UPDATE SET holds = excluded.holds, made_at = excluded.made_at
+    INSERT INTO queue_plan (holds, seconds) VALUES (cast(:holds AS jsonb), cast(:seconds AS jsonb))
+    ON CONFLICT (id) DO UPDATE SET holds = excluded.holds, seconds = excluded.seconds, made_at = excluded.made_at
 """)
 _DELETE = text("DELETE FROM queue_plan")
 
@@ -45,8 +50,8 @@ def take_turn(connection: Connection) -> None:
 
 def read_holds(connection: Connection) -> tuple[StoredHolds, float]:
     """Return the holds that count, and the Unix time of the database."""
-    now, stored = connection.execute(_HOLDS).one()
-    return StoredHolds.model_validate(stored or {}), now
+    now, holds, seconds = connection.execute(_HOLDS).one()
+    return StoredHolds.model_validate({**(holds or {}), "seconds": seconds or {}}), now
 
 
 def read_quota_uses(connection: Connection, holds: StoredHolds) -> list[QuotaUse]:
@@ -70,6 +75,7 @@ def read_quota_holds(connection: Connection) -> Mapping[str, tuple[OrderKey, Quo
 def store_holds(connection: Connection, holds: StoredHolds) -> None:
     """Replace the stored holds."""
     if holds.run_ids():
-        connection.execute(_STORE, {"holds": holds.model_dump_json()})
+        stored = {"holds": holds.model_dump_json(exclude={"seconds"}), "seconds": json.dumps(holds.seconds)}
+        connection.execute(_STORE, stored)
     else:
         connection.execute(_DELETE)

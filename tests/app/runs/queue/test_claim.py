@@ -67,13 +67,13 @@ def test_every_run_that_fits_a_worker_is_read_and_the_first_of_them_is_claimed(e
         runs[row.id] = (-row.priority, row.id, Needs.of(backend, devices, 1, row.requirements))
     for worker_id in workers:
         with engine.begin() as connection:
-            worker, fleet = read_near_fleet(connection, worker_id, [], 60.0)
-            assert worker is not None
-            read = read_candidates(connection, worker, fleet, most=1000)
+            near = read_near_fleet(connection, worker_id, 60.0)
+            assert near is not None
+            read = read_candidates(connection, near, most=1000)
         fitting = [
             (place, run_id)
             for place, run_id, needs in runs.values()
-            if needs.fitting_devices(worker, fleet.gpu_backends)
+            if needs.fitting_devices(near.worker, near.fleet.gpu_backends)
         ]
         assert {run_id for _, run_id in fitting} <= read.runs.keys()
         row = claim(engine, worker_id)

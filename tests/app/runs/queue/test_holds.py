@@ -152,6 +152,19 @@ def test_what_has_started_since_the_plan_counts_among_the_devices_of_a_quota() -
     assert claim(started(queue, assignment), holds, "w") is None
 
 
+def test_a_run_that_the_plan_starts_before_the_holder_takes_nothing_of_what_the_holder_leaves_of_a_quota() -> None:
+    quotas: dict[str, Any] = {"quotas": ("key",)}
+    runs = [waiting("first", **quotas), waiting("wide", devices=5, **quotas)]
+    runs += [waiting(run_id, **quotas) for run_id in ("a", "b")]
+    training = [TrainingRun("r", 2, quotas=("key",), end=60.0)]
+    queue = snapshot([worker(*[0] * 7)], in_order(runs), lambda *_: 1000, training, limits={"key": 7})
+    holds, claimed = stored(queue), []
+    while (assignment := claim(queue, holds, "w")) is not None:
+        claimed.append(assignment.run.run_id)
+        queue = started(queue, assignment)
+    assert claimed == ["first", "a"], "seven less five leave one device beside that of the first run"
+
+
 def hosts(*names: str) -> Sequence[BusyWorker]:
     return [worker(0, worker_id=name, joins_hosts=True) for name in names]
 
