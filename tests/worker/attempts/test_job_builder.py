@@ -147,9 +147,9 @@ def test_a_run_that_resumes_another_never_starts_over_by_itself(lab: Lab) -> Non
     assert '{"from": "start"}' in refused.value.message
 
 
-def export_of(lab: Lab, step: int) -> Any:
-    """A run that exports a checkpoint of the lab's run."""
-    values = {"parent_run_id": lab.trainer.run_id, "resume_checkpoint_id": lab.ids[step], "task": "export"}
+def export_of(lab: Lab, step: int, task: str = "export") -> Any:
+    """A run that exports, or evaluates, a checkpoint of the lab's run."""
+    values = {"parent_run_id": lab.trainer.run_id, "resume_checkpoint_id": lab.ids[step], "task": task}
     export = add_run(lab.engine, **values)
     with lab.engine.begin() as connection:
         connection.execute(update(Run).where(Run.id == export.id).values(dataset_id=_dataset_of(lab)))
@@ -167,8 +167,9 @@ def test_an_export_waits_for_a_store_that_is_away_and_takes_no_other_checkpoint(
     assert lab.bad_reasons() == {10: None, 20: None}
 
 
-def test_an_export_of_a_damaged_checkpoint_names_it_and_reads_no_other_one(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("task", ["export", "evaluate"])
+def test_run_on_a_damaged_checkpoint_names_and_marks_it_and_reads_no_other_one(
+    lab: Lab, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.save(10)
     flip(lab.save(20))
@@ -176,8 +177,9 @@ def test_an_export_of_a_damaged_checkpoint_names_it_and_reads_no_other_one(
     verified: list[Path] = []
     verify = manifest.verify
     monkeypatch.setattr(manifest, "verify", lambda place, *more: verified.append(place) or verify(place, *more))
-    with pytest.raises(JobError, match=f"{lab.ids[20]} cannot be exported: .*; export another one") as refused:
-        prepare_job(lab.context, export_of(lab, 20), CPU, WAITS)
+    done = {"export": "exported", "evaluate": "evaluated"}[task]
+    with pytest.raises(JobError, match=f"{lab.ids[20]} cannot be {done}: .*; {task} another one") as refused:
+        prepare_job(lab.context, export_of(lab, 20, task), CPU, WAITS)
     assert not refused.value.is_transient and [place.name for place in verified] == ["checkpoint-20"]
     assert lab.bad_reasons()[20] is not None
 
