@@ -244,17 +244,17 @@ class Attempt:
             case JobError(is_transient=True):
                 # Anything else that is missing here may be the fault of this worker, not of the run.
                 code = error.code if error.code == STORAGE_UNAVAILABLE else "worker_lost"
-                transition = failed_start_transition(context, run, error.message, code)
+                transition = failed_start_transition(context.health, run, error.message, code)
             case JobError():
                 transition = machine.fail(run.id, run.lease_epoch, error.code, error.message)
             case LaunchError():
                 reason = f"a training process could not be started: {error}"
-                transition = failed_start_transition(context, run, reason)
+                transition = failed_start_transition(context.health, run, reason)
             case OSError() if not self._has_started:
                 log.error("%s: attempt %d", run.id, run.attempt, exc_info=error)
                 code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "worker_lost"
                 reason = f"the attempt could not be prepared: {error}"
-                transition = failed_start_transition(context, run, reason, code)
+                transition = failed_start_transition(context.health, run, reason, code)
             case _:
                 # A bug in the worker must neither look like a lost worker nor be repeated attempt after attempt.
                 log.error("%s: attempt %d", run.id, run.attempt, exc_info=error)

@@ -110,7 +110,7 @@ class Delivery:
                 transition = machine.retry(run.id, run.lease_epoch, reason, _REQUEUE_SECONDS, STORAGE_UNAVAILABLE)
             case _:  # `OSError` or `ValueError`, such as `OutsideStorage`
                 log.error("%s: attempt %d", run.id, run.attempt, exc_info=error)
-                transition = failed_start_transition(self._context, run, f"its output cannot be read: {error}")
+                transition = failed_start_transition(self._context.health, run, f"its output cannot be read: {error}")
         return transition
 
     def send_output(self) -> None:

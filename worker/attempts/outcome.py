@@ -15,6 +15,7 @@ from app.workers import registry
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.devices import Device
+from worker.health import WorkerHealth
 from worker.ingest.attempt_state import AttemptState
 from worker.lease import EndedPart, Lease, LeaseLost
 from worker.process.training_process import Exit
@@ -72,7 +73,7 @@ def conclude_attempt(
     elif end.killed_for == "lease" or (end.signal == signal.SIGALRM and result is None):
         raise LeaseLost(run.id)  # noticed by this worker, or by the trainer's own timer
     elif end.killed_for == "hang":
-        transition = hang_transition(context, run, state, end)
+        transition = hang_transition(run, state, end, context.settings.hang_seconds)
     elif result is not None or end.killed_for or end.signal in _TERMINATION_SIGNALS:
         transition = requested_end_transition(context, run, lease)
     else:
@@ -148,12 +149,12 @@ def exit_of(part: EndedPart) -> Exit | None:
     )
 
 
-def failed_start_transition(context: WorkerContext, run: ClaimedRun, why: str, code: str = "worker_lost") -> Executable:
+def failed_start_transition(health: WorkerHealth, run: ClaimedRun, why: str, code: str = "worker_lost") -> Executable:
     """Return the transition of a run that could not be started, where the run or this worker may be the cause.
 
     So it is tried again a limited number of times, for a while preferably by another worker. Then it fails with `code`.
     """
-    context.health.record_failed_start(why)
+    health.record_failed_start(why)
     return machine.retry(run.id, run.lease_epoch, why, _RETRY_SECONDS, code)
 
 
@@ -171,9 +172,9 @@ def lease_loss_transition(run: ClaimedRun, lease: Lease) -> Executable:
     return machine.retry(run.id, run.lease_epoch, f"{what}; the run continues from its last checkpoint", _RETRY_SECONDS)
 
 
-def hang_transition(context: WorkerContext, run: ClaimedRun, state: AttemptState, end: Exit) -> Executable:
+def hang_transition(run: ClaimedRun, state: AttemptState, end: Exit, seconds: float) -> Executable:
     """Return the transition of a run whose trainer was killed because it was silent for too long."""
-    silence = f"it had neither reported nor printed anything for {context.settings.hang_seconds:.0f} s"
+    silence = f"it had neither reported nor printed anything for {seconds:.0f} s"
     reason = f"the training process hung during {state.phase} and was killed: {silence}"
     if end.behind:
         reason += f"; the others waited for {', '.join(end.behind)}"
