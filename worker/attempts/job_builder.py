@@ -74,8 +74,9 @@ def prepare_job(
     """
     control = restore_control.with_time_limit(_MAX_PREPARATION_SECONDS)
     inputs, source = JobInputs(context, run, control), CheckpointSource(context, run, control)
-    inputs.check_store()
-    inputs.hold_folder()
+    if context.working_copy is not None:
+        inputs.check_store(context.working_copy)
+        context.working_copy.use_entry(run.id, inputs.folder, control.raise_if_ended)
     # Checked first: a worker that does not see the dataset does not see the checkpoints either, and must not mark them
     # as corrupt.
     datasets = inputs.fetch_datasets(run.dataset_id, run.eval_dataset_id, run.extra_eval_datasets)

@@ -18,6 +18,7 @@ from app.tables.runs import Attempt, Run
 from worker.attempts.job_error import JobError, storage_unavailable
 from worker.checkpoint_store.remote_store import CorruptInStore, MissingInStore
 from worker.checkpoint_store.restore import RestoreControl
+from worker.checkpoint_store.working_copy import WorkingCopy
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 
@@ -52,17 +53,10 @@ class JobInputs:
         self.folder = context.storage.attempt_dir(run.id, run.attempt)
         """Folder of the attempt."""
 
-    def hold_folder(self) -> None:
-        """Keep the folder of the attempt on this worker, if it is in a working copy of an object store."""
-        if self._copy is not None:
-            self._copy.use_entry(self.run.id, self.folder, self._control.raise_if_ended)
-
-    def check_store(self) -> None:
-        """Raise `JobError` unless the object store, if there is one, could take what the attempt will write."""
-        if self._copy is None:
-            return
+    def check_store(self, copy: WorkingCopy) -> None:
+        """Raise `JobError` unless the object store could take what the attempt will write."""
         try:
-            self._copy.check_store()
+            copy.check_store()
         except StoreUnavailable as error:
             # An attempt would train its last steps again, only to wait for the storage once more.
             reason = f"the storage {self._context.settings.storage_url} cannot be used now ({error})"
@@ -87,13 +81,17 @@ class JobInputs:
         rewards = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
         if run.task == RunTask.export:
             rewards = []
-        if run.backend != "fake":
+        if self._copy is not None and run.backend != "fake":
             for name in (run.config["base_model"], *rewards):
                 self.fetch_output(name)
+        tokenizer = None
+        if (other := run.config.get("tokenizer")) is not None and run.backend != "fake":
+            settings, storage = self._context.settings, self._context.storage
+            tokenizer = _resolve_model_source(lambda: resolver.locate_tokenizer(settings, storage, other))
         with self._context.engine.connect() as connection:
             return {
                 "base_model": self._locate_model(connection, run.config["base_model"], run.config.get("revision")),
-                "tokenizer": self._locate_tokenizer(run.config.get("tokenizer")),
+                "tokenizer": tokenizer,
                 "reward_models": [self._locate_model(connection, name) for name in rewards],
             }
 
@@ -188,12 +186,6 @@ class JobInputs:
         )
         base = self._base_of_adapter(connection, model.path, trained_on) if model.path and follow else None
         return model.model_copy(update={"base": base})
-
-    def _locate_tokenizer(self, name: str | None) -> ModelSource | None:
-        if name is None or self.run.backend == "fake":
-            return None
-        context = self._context
-        return _resolve_model_source(lambda: resolver.locate_tokenizer(context.settings, context.storage, name))
 
     def _base_of_adapter(self, connection: Connection, adapter: Path, trained_on: str | None) -> ModelSource | None:
         """Locate the base of an adapter; None for a whole model, or if the base is on the hub or an absolute path.

@@ -132,7 +132,7 @@ class Monitor:
     def _poll_exit(self) -> Exit | None:
         """Return the end of the processes, or of a part on another host that ends them."""
         ended = self._processes.poll()
-        if ended is not None and not ended.peer_lost:
+        if not self._members or (ended is not None and not ended.peer_lost):
             return ended
         if (cause := self._causing_exit()) is not None or ended is not None:
             return cause or ended

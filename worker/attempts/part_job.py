@@ -19,6 +19,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
         TransferCancelled: The attempt is to end.
         OSError: The storage of this worker cannot be read or written.
     """
+    assert context.working_copy is not None  # noqa: S101
     inputs = JobInputs(context, run, control)
     source = CheckpointSource(context, run, control, is_judge=False)
     lead_root = lead.attempt_dir.parents[2]
@@ -27,7 +28,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
         """Return the place here of a file in the storage of the lead, whose layout is the same."""
         return context.storage.root / path.relative_to(lead_root)
 
-    inputs.hold_folder()
+    context.working_copy.use_entry(run.id, inputs.folder, control.raise_if_ended)
     inputs.folder.parent.mkdir(parents=True, exist_ok=True)
     extra_eval_ids = {name: dataset.id for name, dataset in lead.extra_eval_datasets.items()}
     eval_id = None if lead.eval_dataset is None else lead.eval_dataset.id
