@@ -53,6 +53,24 @@ def drop_unknown_fields(stored: Mapping[str, Any], user_set_fields: Iterable[str
     return config
 
 
+def without_defaults(config: Mapping[str, Any], user_set_fields: set[str]) -> dict[str, Any]:
+    """Return a stored configuration as a user would write it: without defaults, so that they conflict with nothing."""
+    of_method = method_of(config).default_fields(config.get("lora_r"))
+    # A value may be the default of other methods, which counts as not set, and differ from that of this one.
+    user_set_fields = user_set_fields | {
+        name for name, default in of_method.items() if config.get(name, default) != default
+    }
+    remaining: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in GROUPS and isinstance(value, Mapping):
+            members = {member: item for member, item in value.items() if f"{name}.{member}" in user_set_fields}
+            if members:
+                remaining[name] = members
+        elif name in user_set_fields:
+            remaining[name] = value
+    return remaining
+
+
 def normalize_numbers(config_input: Mapping[str, Any], group: str = "") -> dict[str, Any]:
     """Convert text such as `"10k"` to numbers where a field accepts it; what cannot be parsed stays unchanged."""
     normalized = {}

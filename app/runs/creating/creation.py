@@ -132,6 +132,11 @@ async def find_by_idempotency_key(
     return run
 
 
+async def find_locked_run(session: AsyncSession, run_id: str) -> Run | None:
+    """Return a run, which with its checkpoints is locked against deletion until the commit; None: there is none."""
+    return await session.scalar(select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True))
+
+
 async def insert_run(transaction: RunTransaction, new: NewRun) -> Run:
     """Insert a run and its first event, or return the one that a duplicate of this request has just created."""
     session, idempotency = transaction.session, transaction.idempotency

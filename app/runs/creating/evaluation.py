@@ -16,17 +16,28 @@ from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCreate
 from anneal.contracts.training_config.adapters import CHANGES_BASE
 from anneal.contracts.training_config.field_traits import ADAPTER_ONLY, FOUR_BIT_ONLY, NOT_IN_PROBE, SUPERVISED_ONLY
 from anneal.contracts.training_config.fields import TrainingConfig
-from anneal.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
+from anneal.contracts.training_config.raw_config import (
+    GROUPS,
+    drop_unknown_fields,
+    given_fields,
+    named_fields,
+    without_defaults,
+)
 from app.api.dependencies import release_connection
 from app.api.errors import invalid
 from app.base_models import resolver
 from app.config import Settings
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.runs.creating.creation import RunTransaction, default_experiment, find_by_idempotency_key, insert_run
+from app.runs.creating.creation import (
+    RunTransaction,
+    default_experiment,
+    find_by_idempotency_key,
+    find_locked_run,
+    insert_run,
+)
 from app.runs.creating.plan import NewRun
 from app.runs.creating.requirements import build_requirements
-from app.runs.creating.resume import without_defaults
 from app.runs.creating.validation.request import lock_references, validate_request
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
@@ -234,7 +245,7 @@ async def _lock_weights(session: AsyncSession, model: str) -> tuple[Run | None, 
     if is_id(model, "ckpt"):
         # In the order in which the deletion of a run locks both: the run first.
         owner = await session.scalar(select(Checkpoint.run_id).where(Checkpoint.id == model))
-        run = await _lock_run(session, owner) if owner else None
+        run = await find_locked_run(session, owner) if owner else None
         query = select(Checkpoint).where(Checkpoint.id == model).with_for_update(read=True)
         checkpoint = await session.scalar(query.execution_options(populate_existing=True))
         if checkpoint is None:
@@ -244,7 +255,7 @@ async def _lock_weights(session: AsyncSession, model: str) -> tuple[Run | None, 
             why = "was deleted" if checkpoint.deleted_at else f"is corrupt ({checkpoint.bad_reason})"
             raise _model_error("checkpoint_unusable", f"this checkpoint {why}; evaluate another one")
     elif resolver.is_run(model):
-        run = await _lock_run(session, model)
+        run = await find_locked_run(session, model)
         if run is None:
             raise _model_error("run_not_found", "there is no such run; GET /v1/runs?status=completed lists usable runs")
     return run, checkpoint
@@ -313,11 +324,6 @@ def _merge_config(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
         if isinstance(config.get(group), Mapping) and isinstance(overrides.get(group), Mapping):
             merged[group] = {**config[group], **overrides[group]}
     return merged
-
-
-async def _lock_run(session: AsyncSession, run_id: str) -> Run | None:
-    query = select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True)
-    return await session.scalar(query)
 
 
 def _model_error(code: str, message: str) -> Exception:

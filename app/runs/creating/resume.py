@@ -5,26 +5,30 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.backends import BACKEND_RULES
 from anneal.contracts.errors import FieldError
-from anneal.contracts.methods import method_of
 from anneal.contracts.run_status import TERMINAL
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.schemas.runs.placement import MOST_DEVICES, ResourceRequest, Resources
 from anneal.contracts.schemas.runs.requests import RunResume
 from anneal.contracts.training_config.fields import MOST_MICRO_BATCHES, MOST_STEPS, TrainingConfig
 from anneal.contracts.training_config.optimizers import SHARDED_OPTIMIZERS
-from anneal.contracts.training_config.raw_config import GROUPS, drop_unknown_fields, given_fields, named_fields
+from anneal.contracts.training_config.raw_config import (
+    drop_unknown_fields,
+    given_fields,
+    named_fields,
+    without_defaults,
+)
 from anneal.contracts.training_config.validation import resume_problems
 from app.api.dependencies import release_connection
 from app.api.errors import ApiError, conflict, invalid
 from app.config import Settings
 from app.infra.ids import is_id
 from app.infra.storage import Storage
-from app.runs.creating.creation import RunTransaction, find_by_idempotency_key, insert_run
+from app.runs.creating.creation import RunTransaction, find_by_idempotency_key, find_locked_run, insert_run
 from app.runs.creating.estimates.inputs import Subject, read_data
 from app.runs.creating.estimates.service import with_sharding
 from app.runs.creating.plan import NewRun, RunPlan
@@ -237,24 +241,6 @@ def _merge_configuration(
     return TrainingConfig.model_validate(drop_unknown_fields(merged, user_set_fields)), frozenset(user_set_fields)
 
 
-def without_defaults(config: dict[str, Any], user_set_fields: set[str]) -> dict[str, Any]:
-    """Return the configuration as a user would write it: without defaults, so that they conflict with nothing."""
-    of_method = method_of(config).default_fields(config.get("lora_r"))
-    # A value may be the default of other methods, which counts as not set, and differ from that of this one.
-    user_set_fields = user_set_fields | {
-        name for name, default in of_method.items() if config.get(name, default) != default
-    }
-    remaining: dict[str, Any] = {}
-    for name, value in config.items():
-        if name in GROUPS and isinstance(value, dict):
-            members = {member: item for member, item in value.items() if f"{name}.{member}" in user_set_fields}
-            if members:
-                remaining[name] = members
-        elif name in user_set_fields:
-            remaining[name] = value
-    return remaining
-
-
 async def _checkpoint_at(session: AsyncSession, storage: Storage, path: str) -> str:
     """Return the id of the newest checkpoint in a folder of the storage, as runs show it.
 
@@ -295,7 +281,7 @@ async def _find_checkpoint(
         # A run that has saved nothing yet can use the checkpoint that it started from, and those before it.
         source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
         most_step = source.step if source else None
-        run = await session.scalar(_select_locked(source.run_id)) if source else None
+        run = await find_locked_run(session, source.run_id) if source else None
     if checkpoint_id is not None:
         message = f"run {parent.id} and the runs it resumed have no such checkpoint; GET …/checkpoints lists them"
         raise invalid(
@@ -307,11 +293,6 @@ async def _find_checkpoint(
         f"Run {parent.id} is {parent.status} and has no checkpoint that can be resumed; send "
         '{"from": "start"} to train it again from the first step.',
     )
-
-
-def _select_locked(run_id: str) -> Select[Run]:
-    """Select a run with a lock that keeps its checkpoints from deletion until the commit."""
-    return select(Run).where(Run.id == run_id).with_for_update(read=True, key_share=True)
 
 
 def _require_usable(checkpoint: Checkpoint, field: str) -> Checkpoint:

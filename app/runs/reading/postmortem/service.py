@@ -12,9 +12,9 @@ from anneal.contracts.backends import BACKEND_RULES
 from anneal.contracts.run_status import TERMINAL
 from anneal.contracts.schemas.postmortem import AttemptEnd, CorrectedRequest, Correction, PostMortem
 from anneal.contracts.training_config.field_traits import CHANGEABLE_ON_RESUME, DEPENDS_ON_METHOD
+from anneal.contracts.training_config.raw_config import without_defaults
 from app.api.dependencies import release_connection
 from app.api.errors import conflict
-from app.runs.creating.resume import without_defaults
 from app.runs.creating.validation.config import config_problems
 from app.runs.reading.metrics.points import read_recent
 from app.runs.reading.postmortem.causes import Cause, RunHistory, probable_cause

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from anneal.contracts.training_config.fields import TrainingConfig
-from anneal.contracts.training_config.raw_config import drop_unknown_fields, given_fields
+from anneal.contracts.training_config.raw_config import drop_unknown_fields, given_fields, without_defaults
 
 
 def test_given_fields_are_dotted_in_groups() -> None:
@@ -18,6 +18,13 @@ def test_a_value_equal_to_the_default_is_not_given() -> None:
         assert given_fields(defaults) - {"method"} == {"base_model"}
     assert given_fields({"batch_size": "2**2", "packing": 0, "extra": {"max_rewinds": 3}}) == {"packing"}
     assert given_fields({"extra": 3, "dpo": None, "unheard_of": None}) == {"extra", "dpo", "unheard_of"}
+
+
+def test_a_value_that_is_the_default_of_another_method_is_written_out() -> None:
+    config = TrainingConfig(base_model="m", method="dpo", learning_rate=2e-4).model_dump(mode="json")
+    assert without_defaults(config, {"base_model", "method"}) == {
+        "base_model": "m", "method": "dpo", "learning_rate": 2e-4,
+    }  # fmt: skip
 
 
 def test_a_worker_of_the_version_before_passes_over_defaults_that_it_does_not_know() -> None:

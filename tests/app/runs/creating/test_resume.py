@@ -8,11 +8,9 @@ import pytest
 from sqlalchemy import Engine, func, text, update
 
 from anneal.contracts.schemas.runs.placement import Resources
-from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
 from app.infra.ids import new_id
 from app.runs.creating import resume as resuming_runs
-from app.runs.creating.resume import without_defaults
 from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint
 from tests.rows import add_worker, events_of, run_row
@@ -305,13 +303,6 @@ class TestIdempotency:
             "idempotency_key_reused",
         )
         assert count_runs(engine) == 3
-
-
-def test_a_value_that_is_the_default_of_another_method_is_written_out() -> None:
-    config = TrainingConfig(base_model="m", method="dpo", learning_rate=2e-4).model_dump(mode="json")
-    assert without_defaults(config, {"base_model", "method"}) == {
-        "base_model": "m", "method": "dpo", "learning_rate": 2e-4,
-    }  # fmt: skip
 
 
 def test_a_default_that_the_requested_cpu_replaces_conflicts_with_no_resume(
