@@ -67,9 +67,7 @@ async def estimate_run(
 
     Never raises for unknown values: they are null, with a reason under `unknown`.
     """
-    async with sessions() as session:
-        known = await read_inputs(session, settings, subject)
-    known = replace(known, hub_config=await fetch_base_config(sessions, settings, storage, subject.plan))
+    known = await _read_inputs_and_config(sessions, settings, storage, subject)
     plan = subject.plan
     computed, todo = await _run_in_thread(
         storage, plan.config, estimate_by_formula, settings, storage, subject, known, True
@@ -98,9 +96,7 @@ async def estimate_new(
 
     Also return its `least_memory`, and whether it is sharded, where that was not known before: the model is on the hub.
     """
-    async with sessions() as session:
-        known = await read_inputs(session, settings, subject)
-    known = replace(known, hub_config=await fetch_base_config(sessions, settings, storage, subject.plan))
+    known = await _read_inputs_and_config(sessions, settings, storage, subject)
     config, resources = subject.plan.config, subject.plan.resources
     fetched = known.hub_config is not None  # otherwise it was computed before the run was created
     if fetched and resources.devices > 1 and resources.sharding == "auto" and not subject.sharded:
@@ -111,6 +107,15 @@ async def estimate_new(
     if fetched:
         least = await _run_in_thread(storage, config, least_memory, settings, storage, subject, known)
     return estimate, least, subject.sharded
+
+
+async def _read_inputs_and_config(
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, subject: Subject
+) -> EstimateInputs:
+    """Read the inputs of an estimate, with the configuration of a model that is only on the hub."""
+    async with sessions() as session:
+        known = await read_inputs(session, settings, subject)
+    return replace(known, hub_config=await fetch_base_config(sessions, settings, storage, subject.plan))
 
 
 async def _run_in_thread(
