@@ -79,11 +79,11 @@ class Attempt:
             LeaseLost: The worker is to end and the database does not answer.
         """
         try:
-            try:
-                transition = self.train()
-                ending: Ending = lambda: transition  # noqa: E731
-            except Exception as error:
-                ending = self.ending_after(error)
+            transition = self.train()
+            ending: Ending = lambda: transition  # noqa: E731
+        except Exception as error:
+            ending = self.ending_after(error)
+        try:
             self._writer.wait_past_lease()
             self._writer.drain()
         except (LeaseFenced, LeaseLost):

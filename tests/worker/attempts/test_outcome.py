@@ -17,6 +17,8 @@ from anneal.contracts.stop import StopRequest
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.runs.events import log as event_log
+from app.runs.events.log import NewEvent
 from app.runs.state import machine
 from app.tables import runs
 from app.tables.runs import Run
@@ -32,7 +34,8 @@ from worker.devices import Machine
 from worker.ingest.attempt_state import StartPoint
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
-from worker.lease import EndedPart, Lease
+from worker.lease import EndedPart, Lease, LeaseLost
+from worker.process.spawn import LaunchError
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
@@ -128,12 +131,49 @@ def test_a_worker_that_waits_for_its_storage_takes_no_run_meanwhile(
     assert (run.status, run.lost_count) == ("pending", 0)
 
 
-def test_a_disk_that_cannot_take_what_a_run_needs_is_the_cause_that_is_reported(
+def test_error_of_a_step_decides_the_code_with_which_a_run_without_restarts_fails(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = OSError(errno.ENOSPC, "the dataset does not fit on the disk")
-    _, run = attempt_that_cannot_be_prepared(settings, engine, monkeypatch, full, max_restarts=0)
-    assert (run.status, run.error_code) == ("failed", "disk_full")
+    errors: dict[Exception, str] = {
+        OSError(errno.ENOSPC, "the dataset does not fit on the disk"): "disk_full",
+        OSError(errno.EIO, "the dataset cannot be read"): "worker_lost",
+        JobError("bad_data", "there are no rows"): "bad_data",
+        JobError("bad_data", "the file is not on this worker", is_transient=True): "worker_lost",
+        JobError("storage_unavailable", "for hours", is_transient=True): "storage_unavailable",
+        LaunchError("there is no memory"): "worker_lost",
+        LeaseLost("run_1"): "worker_lost",
+        ValueError("a value of a statement"): "internal",
+    }
+    codes = {}
+    for error in errors:
+        _, run = attempt_that_cannot_be_prepared(settings, engine, monkeypatch, error, max_restarts=0)
+        assert run.status == "failed"
+        codes[error] = run.error_code
+    assert codes == errors
+    assert "ValueError" in run.error_message and "a value of a statement" not in run.error_message
+
+
+def test_attempt_whose_events_cannot_be_stored_fails_and_leaves_no_run_behind(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+
+    def train(attempt: Attempt) -> Any:
+        attempt._writer.enqueue_item(NewEvent.from_payload("log", time.time(), {"line": "a line"}))
+        return machine.complete(run.id, run.lease_epoch, None, "training is complete")
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Attempt, "train", train)
+    monkeypatch.setattr(event_log, "append_events", refuse)
+    supervisor.supervise_run(context, run, time.monotonic())
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    row = run_row(engine, run.id)
+    assert (row.status, row.error_code) == ("failed", "internal")
 
 
 def test_readers_are_woken_when_there_is_something_to_read(
