@@ -25,13 +25,13 @@ from worker.attempts.outcome import (
     device_verdicts,
     ended_here_before,
     failed_start_transition,
+    has_failed,
     is_signal_death,
     lease_loss_transition,
-    needs_failure_report,
     requested_end_transition,
 )
 from worker.checkpoint_store import cleanup
-from worker.checkpoint_store.remote_store import TransferCancelled
+from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
 from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
@@ -99,13 +99,18 @@ class Attempt:
         memory_watch = MemoryWatch(processes.identities, self._devices)
         end = self.monitor(processes, memory_watch)
         self.judge_devices()
-        repair = self.find_repair(job, end)
-        self.report_failure(memory_watch, end, repair)
+        repair = None
+        if has_failed(self._record_handler.state, end):
+            repair = self.find_repair(job, end)
+            self.report_failure(memory_watch, end, repair)
         if repair is not None:
             transition = machine.repair(self._run.id, self._run.lease_epoch, repair.reason)
         else:
             transition = self.conclude(end)
-        return self.deliver(transition, is_repaired=repair is not None)
+        if self._context.working_copy is not None:
+            remote = self._context.working_copy.remote
+            transition = self.deliver(remote, transition, is_repaired=repair is not None)
+        return transition
 
     def prepare(self) -> Job:
         """Write the job of the training processes, with everything that it names on this worker."""
@@ -193,12 +198,11 @@ class Attempt:
         return repair
 
     def report_failure(self, memory_watch: MemoryWatch, end: Exit, repair: Repair | None) -> None:
-        """Store the failure report, if the attempt has failed."""
+        """Store the failure report, and the repair with it."""
+        rank = end.rank if self._run.devices_needed > 1 else None
         state = self._record_handler.state
-        if repair or needs_failure_report(state, end):
-            rank = end.rank if self._run.devices_needed > 1 else None
-            report = failure_report.build_failure_report(state, memory_watch, end, repair, rank)
-            self._writer.enqueue_item(failure_report.store_failure_report(self._run, report, time.time()))
+        report = failure_report.build_failure_report(state, memory_watch, end, repair, rank)
+        self._writer.enqueue_item(failure_report.store_failure_report(self._run, report, time.time()))
 
     def conclude(self, end: Exit) -> Executable:
         """Return the transition that follows from the trainer's result and the end of its processes."""
@@ -208,20 +212,18 @@ class Attempt:
         )
         return conclude_attempt(self._context, self._run, self._lease, state, end, is_repeated)
 
-    def deliver(self, transition: Executable, *, is_repaired: bool) -> Executable:
-        """Send what the attempt has written to the object store, if there is one; return what ends the attempt then.
+    def deliver(self, remote: RemoteStore, transition: Executable, *, is_repaired: bool) -> Executable:
+        """Send what the attempt has written to the object store; return what ends the attempt then.
 
         After a repair nothing waits for uploads: the device would be idle each time, and the run most probably
         continues on this worker.
         """
-        if (copy := self._context.working_copy) is not None:
-            result = self._record_handler.state.result
-            has_output = not is_repaired and result is not None and bool(result.get("output"))
-            delivery = Delivery(self._context, copy.remote, self._run, self._lease, self._writer)
-            if self._context.uploader is not None and not is_repaired:
-                delivery.wait_for_uploads(self._context.uploader)
-            transition = delivery.deliver(transition, has_output=has_output)
-        return transition
+        result = self._record_handler.state.result
+        has_output = not is_repaired and result is not None and bool(result.get("output"))
+        delivery = Delivery(self._context, remote, self._run, self._lease, self._writer)
+        if self._context.uploader is not None and not is_repaired:
+            delivery.wait_for_uploads(self._context.uploader)
+        return delivery.deliver(transition, has_output=has_output)
 
     def ending_after(self, error: Exception) -> Ending:
         """Return what ends the attempt after an error of a step.

@@ -46,8 +46,8 @@ _OWN_STOPS = ("epoch_end", "time_limit", "stop_at_step")
 """Reasons for which a trainer stops without an immediate request."""
 
 
-def needs_failure_report(state: AttemptState, end: Exit) -> bool:
-    """Return True if the end of the attempt needs a failure report."""
+def has_failed(state: AttemptState, end: Exit) -> bool:
+    """Return True if the trainer failed, or ended without a result and not on request."""
     outcome = state.result["outcome"] if state.result else None
     return outcome == "failed" or (outcome is None and end.killed_for not in ("stop", "drain"))
 
