@@ -32,23 +32,23 @@ class CheckpointSource:
     """Checkpoints for an attempt that is being prepared. Every method may raise what `obtain` raises."""
 
     def __init__(
-        self, context: WorkerContext, run: ClaimedRun, control: RestoreControl, *, is_judge: bool = True
+        self, context: WorkerContext, run: ClaimedRun, control: RestoreControl, *, marks_corrupt: bool = True
     ) -> None:
-        """Obtain checkpoints for `run`; `is_judge` is False where another worker may have an intact one."""
-        self._context, self._run, self._control, self._is_judge = context, run, control, is_judge
+        """Obtain checkpoints for `run`; `marks_corrupt` is False where another worker may have an intact one."""
+        self._context, self._run, self._control, self._marks_corrupt = context, run, control, marks_corrupt
 
     def folder_of(self, checkpoint: Any) -> Path:
         """Return the folder of a checkpoint in this worker's storage."""
         return self._context.storage.named_checkpoint(checkpoint.run_id, checkpoint.attempt, checkpoint.name)
 
-    def obtain(self, checkpoint: Any, *, must_answer: bool = True) -> RestoreResult:
+    def obtain(self, checkpoint: Any, *, raise_if_away: bool = True) -> RestoreResult:
         """Verify a checkpoint in its folder, and fetch it from the object store if it is missing or corrupt there.
 
         The only place where a worker fetches checkpoints. With a working copy the run keeps the folder, and no other
         run fetches it at the same time. A checkpoint from which no run can resume any more is marked as corrupt.
 
         Raises:
-            JobError: It is out of reach now, so the run has to wait; without `must_answer` the result says so.
+            JobError: It is out of reach now, so the run has to wait; without `raise_if_away` the result says so.
             TransferCancelled: The run is to end or to be released.
             TimeoutError: The preparation takes too long.
             OSError: This worker's own storage cannot be read, cannot take it or has no space for it.
@@ -62,10 +62,10 @@ class CheckpointSource:
             if not wrong:
                 return RestoreResult(RestoreOutcome.WHOLE)
             result = restore_checkpoint(self._context, run, checkpoint, place, wrong, self._control)
-        if result.outcome is RestoreOutcome.BAD and self._is_judge:
+        if result.outcome is RestoreOutcome.BAD and self._marks_corrupt:
             with self._context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, result.why, run.id, run.lease_epoch))
-        if result.outcome is RestoreOutcome.AWAY and must_answer:
+        if result.outcome is RestoreOutcome.AWAY and raise_if_away:
             raise self._out_of_reach(checkpoint, result)
         return result
 
@@ -84,7 +84,7 @@ class CheckpointSource:
             if self._is_in_engine(checkpoint):
                 in_engine = in_engine or checkpoint
                 continue
-            result = self.obtain(checkpoint, must_answer=False)
+            result = self.obtain(checkpoint, raise_if_away=False)
             about = f"checkpoint {checkpoint.id} (step {checkpoint.step})"
             if result.outcome is RestoreOutcome.WHOLE:
                 if result.why:
@@ -165,7 +165,7 @@ class CheckpointSource:
         until = time.monotonic() + self._context.settings.hang_seconds
         while True:
             checkpoint = self._fetch_rows(query)[0]
-            result = self.obtain(checkpoint, must_answer=False)
+            result = self.obtain(checkpoint, raise_if_away=False)
             if result.outcome is RestoreOutcome.WHOLE:
                 return
             if checkpoint.replicated_at is not None or time.monotonic() >= until:

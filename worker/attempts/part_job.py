@@ -21,7 +21,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     """
     assert context.working_copy is not None  # noqa: S101
     inputs = JobInputs(context, run, control)
-    source = CheckpointSource(context, run, control, is_judge=False)
+    source = CheckpointSource(context, run, control, marks_corrupt=False)
     lead_root = lead.attempt_dir.parents[2]
 
     def local_path(path: Path) -> Path:
