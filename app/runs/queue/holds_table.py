@@ -37,7 +37,8 @@ _HOLDERS = text(f"""
     WHERE runs.id = ANY(:run_ids) AND runs.status = 'pending'
 """)
 _STORE = text("""
-    INSERT INTO queue_plan (holds, seconds) VALUES (cast(:holds AS jsonb), cast(:seconds AS jsonb))
+    INSERT INTO queue_plan (holds, seconds, made_at)
+    VALUES (cast(:holds AS jsonb), cast(:seconds AS jsonb), clock_timestamp())
     ON CONFLICT (id) DO UPDATE SET holds = excluded.holds, seconds = excluded.seconds, made_at = excluded.made_at
 """)
 _DELETE = text("DELETE FROM queue_plan")
