@@ -42,11 +42,15 @@ _GPU_BACKENDS = f"""
     )
 """
 # A worker that asks for a run is there, whatever its last heartbeat. Workers of its machine that drain or are silent
-# count too: their runs use its memory.
+# count too: their runs use its memory. As an array, which PostgreSQL takes to be short, so it reads only their devices.
 _IS_NEAR = f"""
-    workers.id = :worker_id OR (workers.id IN (SELECT jsonb_object_keys(held) FROM own_holds) AND {_IS_ONLINE})
-    OR split_part(workers.boot_id, '/', 1) =
-        (SELECT split_part(asking.boot_id, '/', 1) FROM workers AS asking WHERE asking.id = :worker_id)
+    workers.id = ANY(array(
+        SELECT workers.id FROM workers
+        WHERE workers.id = :worker_id
+            OR (workers.id IN (SELECT jsonb_object_keys(held) FROM own_holds) AND {_IS_ONLINE})
+            OR split_part(workers.boot_id, '/', 1) =
+                (SELECT split_part(asking.boot_id, '/', 1) FROM workers AS asking WHERE asking.id = :worker_id)
+    ))
 """
 _NEAR = text(f"""
     WITH plan AS MATERIALIZED ({CURRENT_PLAN}),
