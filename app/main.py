@@ -55,10 +55,10 @@ from app.config import Settings, get_settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine, session_maker
 from app.infra.files.disk_space import DatabaseReserve
+from app.infra.logs.tracing import Tracing
 from app.infra.process.memory import return_large_blocks
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
-from app.infra.tracing import Tracing
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
 from app.runs.creating.estimates.service import EstimateTurns

@@ -15,9 +15,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from anneal.local_service import read_json
 from app.api.uvicorn_protocol import Protocol
 from app.config import Settings
-from app.infra import log_setup
 from app.infra.db import is_away, sync_engine
 from app.infra.errors import SetupError
+from app.infra.logs import log_setup
 from app.infra.private_files import try_write_private_json
 from app.tables import migrate
 

@@ -12,8 +12,8 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.files.disk_space import DatabaseReserve
 from app.infra.ids import new_id
+from app.infra.logs.tracing import Tracing
 from app.infra.storage import Storage
-from app.infra.tracing import Tracing
 from app.workers.status_files import WorkerStatusFile
 from worker import devices
 from worker.checkpoint_store.remote_store import RemoteStore

@@ -10,7 +10,7 @@ from typing import Self
 import psutil
 
 from app.infra.errors import SetupError
-from app.infra.log_setup import with_current_context
+from app.infra.logs.log_setup import with_current_context
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from anneal.contracts.attempt.part_activity import PartActivity
 from anneal.contracts.attempt.part_end import PartEnd
 from anneal.contracts.stop import StopRequest
 from app.infra.clock import since_boot
-from app.infra.log_setup import with_current_context
+from app.infra.logs.log_setup import with_current_context
 from app.runs.state import machine, parts
 from worker.context import WorkerContext
 from worker.process.training_group import TrainingGroup

@@ -6,9 +6,9 @@ import threading
 import warnings
 
 from app.config import Settings, get_settings
-from app.infra import log_setup
 from app.infra.broker import QUEUE, celery_app
 from app.infra.errors import SetupError
+from app.infra.logs import log_setup
 from app.infra.server_urls import resolve_urls
 from worker import celery_worker
 from worker.attempts.device_checks import check_devices_repeatedly

@@ -14,10 +14,10 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.config import Settings, get_settings
-from app.infra import log_setup
 from app.infra.clock import since_boot
 from app.infra.db import is_away
 from app.infra.errors import EXIT_TRY_LATER, SetupError, TryLater
+from app.infra.logs import log_setup
 from app.infra.server_urls import resolve_urls
 from app.runs.queue.fit import DeviceOffer, Fleet, Needs, WorkerOffer, pending_reason
 from app.tables.runs import Run

@@ -13,12 +13,12 @@ from sqlalchemy import Engine, Executable, func, select, update
 
 from anneal.contracts.attempt.records import is_record
 from app.config import Settings, get_settings
-from app.infra import log_setup
 from app.infra.db import sync_engine
 from app.infra.errors import SetupError
 from app.infra.files import file_manifest
 from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, StoreUnavailable, WrongStore
 from app.infra.files.untrusted_folder import entries_below
+from app.infra.logs import log_setup
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.tables.administration.installation import Installation, register_installation

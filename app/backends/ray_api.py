@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.infra.errors import EXIT_TRY_LATER
-from app.infra.redaction import redact_secrets
+from app.infra.logs.redaction import redact_secrets
 from app.infra.terminal_text import plain_line
 
 if TYPE_CHECKING:  # an API without a cluster does not wait for this import

@@ -46,7 +46,7 @@ def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
 FOUNDATION = (
     "fastapi, uvicorn, sse_starlette, pydantic_settings, sqlalchemy.orm, sqlalchemy.ext.asyncio, "
     "sqlalchemy.dialects.postgresql, psycopg, celery.app.base, kombu.entity, redis.asyncio, prometheus_client, "
-    "app.infra.lean_structlog, pydantic.v1"
+    "app.infra.logs.lean_structlog, pydantic.v1"
 )
 """Modules of the libraries that `app.main` loads; `celery` and `kombu` alone load nothing before their first use."""
 

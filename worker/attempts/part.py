@@ -21,7 +21,7 @@ from anneal.contracts.attempt.part_activity import PartActivity
 from anneal.contracts.attempt.part_end import PartEnd
 from anneal.contracts.attempt.records import part_log
 from app.infra.db import is_away
-from app.infra.lean_structlog import bound_contextvars
+from app.infra.logs.lean_structlog import bound_contextvars
 from app.runs.state import parts
 from app.workers import registry
 from worker.attempts import device_checks

@@ -7,7 +7,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from app.infra.clock import since_boot
 from app.infra.db import is_away, is_conflict
-from app.infra.lean_structlog import bound_contextvars
+from app.infra.logs.lean_structlog import bound_contextvars
 from app.runs.events.log import LeaseFenced
 from app.runs.queue.claim import claim_run
 from app.runs.state import machine

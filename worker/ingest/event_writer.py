@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from app.infra.db import is_away
-from app.infra.log_setup import with_current_context
+from app.infra.logs.log_setup import with_current_context
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from app.runs.reading.metrics.rollups import Rollups

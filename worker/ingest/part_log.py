@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.infra.db import is_away
-from app.infra.log_setup import with_current_context
+from app.infra.logs.log_setup import with_current_context
 from app.runs.events import log as event_log
 from app.runs.events.log import LeaseFenced, NewEvent, Progress
 from worker.claimed_run import ClaimedRun

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import request_id
-from app.infra.lean_structlog import bound_contextvars
+from app.infra.logs.lean_structlog import bound_contextvars
 
 log = logging.getLogger(__name__)
 

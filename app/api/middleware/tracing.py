@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.errors import request_id
 from app.api.middleware.request_metrics import method_label, route_template, run_id_of
-from app.infra.tracing import Tracing
+from app.infra.logs.tracing import Tracing
 
 
 class TracingMiddleware:

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.infra import async_tasks
 from app.infra.broker import Broker
-from app.infra.log_setup import run_context
+from app.infra.logs.log_setup import run_context
 from app.runs.events.frames import Batch, Frame
 from app.runs.events.sources import RunSource, Source
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from app.infra.redaction import redact_secrets
+from app.infra.logs.redaction import redact_secrets
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping
 from contextvars import Context, copy_context
 from typing import Any, Literal
 
-from app.infra.lean_structlog import (
+from app.infra.logs.lean_structlog import (
     ExtraAdder,
     ProcessorFormatter,
     TimeStamper,
@@ -17,7 +17,7 @@ from app.infra.lean_structlog import (
     format_exc_info,
     merge_contextvars,
 )
-from app.infra.redaction import redact_secrets
+from app.infra.logs.redaction import redact_secrets
 
 Format = Literal["json", "console"]
 EventDict = MutableMapping[str, Any]

@@ -13,7 +13,7 @@ from sqlalchemy import Engine
 
 from app.config import Settings
 from app.infra.errors import SetupError
-from app.infra.tracing import Tracing
+from app.infra.logs.tracing import Tracing
 from app.runs.state import machine
 from tests.http_server import serving
 from tests.rows import add_run, add_worker, claim, run_row

@@ -17,7 +17,7 @@ from structlog.contextvars import bound_contextvars, get_contextvars
 
 from app.config import Settings
 from app.infra.ids import new_id
-from app.infra.log_setup import run_context
+from app.infra.logs.log_setup import run_context
 from tests import programs
 from tests.nodes import ROOT
 from tests.server import ApiServer
@@ -129,7 +129,7 @@ def test_console_lines_are_for_people_and_carry_the_same(settings: Settings, tmp
 
 _PROGRAM = """
 import logging, sys
-from app.infra import log_setup
+from app.infra.logs import log_setup
 log_setup.set_up(sys.argv[1] or None)
 log = logging.getLogger("some.library")
 log.debug("unheard")
