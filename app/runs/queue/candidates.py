@@ -17,6 +17,7 @@ from app.runs.queue.fleet import NearFleet
 from app.runs.queue.order import JOIN_ROOM, LIMITED, OWNER, OWNERS, WAITING_COLUMNS, quota_rooms, waiting_run
 from app.runs.queue.policy import OrderKey, WaitingRun, order_key
 
+_EVERY_OWNER = 1_000_000_000
 _NEEDED_MB = """coalesce(cast(runs.requirements ->> 'memory_mb' AS bigint),
         cast(runs.requirements -> 'estimated_mb' ->> :kind AS bigint), 0)"""
 _MAY_FIT = f"""
@@ -59,8 +60,8 @@ _CANDIDATES = text(f"""
     limited AS MATERIALIZED ({LIMITED}),
     page AS MATERIALIZED (
         SELECT coalesce(cast(:of_owner AS integer), 1 + :most / greatest(count(place), 1)) AS of_owner,
-            min(priority) FILTER (WHERE place = 2 * :most + 1) AS next_priority,
-            min(used) FILTER (WHERE place = 2 * :most + 1) AS next_used
+            min(priority) FILTER (WHERE place = :owners + 1) AS next_priority,
+            min(used) FILTER (WHERE place = :owners + 1) AS next_used
         FROM owners
     ),
     first AS (
@@ -69,7 +70,7 @@ _CANDIDATES = text(f"""
             WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN {_MAY_FIT} THEN true ELSE false END
             ORDER BY runs.priority DESC, runs.id LIMIT (SELECT of_owner FROM page)
         ) AS best
-        WHERE owners.place <= 2 * :most ORDER BY best.priority DESC, owners.used, best.id LIMIT :most
+        WHERE owners.place <= :owners ORDER BY best.priority DESC, owners.used, best.id LIMIT :most
     ),
     chosen AS (
         SELECT id, true AS is_first FROM first UNION ALL SELECT unnest(cast(:run_ids AS text[])), false
@@ -107,8 +108,9 @@ def read_candidates(
 ) -> Candidates:
     """Read up to `most` runs that may start on a worker, and those of `run_ids` that still wait.
 
-    Of one owner it reads `of_owner` runs at most; None: an equal share. `full_quotas` have the runs that hold them
-    without leaving a device: of the others, none that is certainly behind the holder is read.
+    Of one owner it reads `of_owner` runs at most; None: an equal share, and only of the first owners. `full_quotas`
+    have the runs that hold them without leaving a device: of the others, none that is certainly behind the holder is
+    read.
     """
     worker = near.worker
     free = [device for device in worker.devices if device.run_id is None and not device.paused]
@@ -124,6 +126,7 @@ def read_candidates(
         "machine_mb": _free_machine_mb(near),
         "most": most,
         "of_owner": of_owner,
+        "owners": _EVERY_OWNER if of_owner else 2 * most,
         "full_quotas": list(full_quotas),
         "full_owners": [run.owner for run in full_quotas.values()],
         "full_priorities": [run.priority for run in full_quotas.values()],

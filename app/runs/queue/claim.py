@@ -17,7 +17,7 @@ from app.runs.queue.holds_table import read_quota_uses, take_turn
 from app.runs.queue.policy import Assignment, Claim, OrderKey, Snapshot, order_key, schedule
 from app.runs.state import machine
 
-_FIRST_PAGE = 16
+_FIRST_PAGE = 4
 _PAGE_FACTOR = 16
 _MOST_SKIPPED = 16
 """Runs that other transactions are just changing, after which a worker waits for its next hint."""
