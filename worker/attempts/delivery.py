@@ -119,6 +119,7 @@ class Delivery:
         Raises:
             StoreUnavailable, TransferCancelled, OSError, ValueError: It is not sent.
         """
+        self._advanced_at = time.monotonic()  # the uploads before may have waited for the same store
         storage, attempt_key = self._context.storage, (self._run.id, self._run.attempt)
         folder, described = storage.output_dir(*attempt_key), storage.output_manifest(*attempt_key)
         sha256 = self._send_with_retries(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,6 +125,19 @@ def test_a_store_whose_client_buffers_is_given_up_too(lab: Lab, monkeypatch: pyt
     down = Down(monkeypatch)
     row = lab.ends()
     assert (row.status, row.lost_count, down.puts) == ("pending", 0, 2)
+
+
+def test_the_time_for_the_output_begins_after_the_wait_for_the_uploads(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = Down(monkeypatch)
+    lab.writer.drain = lambda: None
+    lab.lease.run_id = lab.run.id
+    delivery = Delivery(lab.context, lab.context.working_copy.remote, lab.run, lab.lease, lab.writer)
+    uploader: Any = SimpleNamespace(wait_until_sent=lambda *_: Event().wait(lab.context.settings.delivery_seconds))
+    delivery.wait_for_uploads(uploader)
+    delivery.deliver(machine.complete(lab.run.id, lab.run.lease_epoch, 1, "done"), has_output=True)
+    assert down.puts == 2
 
 
 def test_a_stop_ends_the_tries(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
