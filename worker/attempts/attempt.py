@@ -4,7 +4,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from sqlalchemy import Connection, Executable
@@ -35,6 +35,7 @@ from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
 from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
+from worker.devices import Device
 from worker.group_network import MeetingPort
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
@@ -62,10 +63,13 @@ class Attempt:
 
     def __init__(self, context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> None:
         self._context, self._run, self._lease, self._writer = context, run, lease, writer
-        self._devices = context.machine.select_devices(sorted(run.device_indexes))
         self._record_handler = RecordHandler(context, run, writer)
         self._has_started = False
         """True once its training processes are started."""
+
+    @cached_property
+    def _devices(self) -> list[Device]:
+        return self._context.machine.select_devices(sorted(self._run.device_indexes))
 
     def run_to_end(self) -> None:
         """Run the attempt, store everything that it has reported, and then its end.

@@ -153,6 +153,20 @@ def test_error_of_a_step_decides_the_code_with_which_a_run_without_restarts_fail
     assert "ValueError" in run.error_message and "a value of a statement" not in run.error_message
 
 
+def test_attempt_on_a_device_that_this_worker_does_not_have_fails_and_is_not_repeated(
+    settings: Settings, engine: Engine
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+    context.machine = Machine((), 0)
+    supervisor.supervise_run(context, run, time.monotonic())
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    row = run_row(engine, run.id)
+    assert (row.status, row.error_code) == ("failed", "internal")
+
+
 def test_attempt_whose_events_cannot_be_stored_fails_and_leaves_no_run_behind(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
