@@ -87,13 +87,13 @@ class WorkerService:
         """Mark the worker as offline and stop everything that still runs."""
         context = self.context
         self._ended.set()
+        self._heartbeat.close()  # first: it would bring parts to train
         context.publisher.close()
         self._control_listener.close()
         context.telemetry.close()
         context.launcher.stop()
         if context.uploader:
             context.uploader.close()
-        self._heartbeat.close()
         # If the database has fallen silent, a new connection gives up after 5 s, an open one only after 15 s.
         context.engine.dispose()
         try:
