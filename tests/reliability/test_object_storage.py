@@ -119,7 +119,10 @@ def test_a_worker_with_the_store_of_another_service_or_of_none_does_not_start(
     (tmp_path / MARK).touch()
     if mark:
         (tmp_path / INSTALLATION_MARK).write_text(mark)
-    program = "import sys\nfrom worker import context, main\ncontext._MARK_SECONDS = 0.5\nsys.exit(main.main())"
+    program = (
+        "import sys\nfrom worker import main\nfrom worker.presence import registration\n"
+        "registration._MARK_SECONDS = 0.5\nsys.exit(main.main())"
+    )
     settings = stack.settings.model_copy(update={"storage": f"file://{tmp_path}", "home": tmp_path / "home"})
     ended = subprocess.run(
         [sys.executable, "-c", program], env=settings.child_environment(), capture_output=True, text=True, timeout=120
