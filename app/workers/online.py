@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.backends import BackendRules
@@ -53,16 +54,20 @@ class OnlineWorker:
 
 async def read_online_workers(session: AsyncSession, settings: Settings, backend: str) -> list[OnlineWorker]:
     """Return the workers that claim runs of a backend now."""
-    device = func.json_build_array(Device.kind, Device.name, Device.memory_mb)
-    devices: Any = func.json_agg(device).filter(Device.worker_id.is_not(None))
+    device = func.jsonb_build_array(Device.kind, Device.name, Device.memory_mb)
+    devices: Any = func.jsonb_agg(aggregate_order_by(device, Device.index))
     query = select(
         Worker.labels, Worker.plugins, Worker.packages, Worker.model_sources, Worker.gguf,
-        Worker.group_address.is_not(None).label("joins_hosts"), devices.label("devices"),
+        Worker.group_address.is_not(None).label("joins_hosts"),
+        devices.filter(Device.worker_id.is_not(None)).label("devices"),
     )  # fmt: skip
     query = query.join(Device, Device.worker_id == Worker.id, isouter=True)
-    rows = await session.execute(query.where(*online_conditions(settings, backend)).group_by(Worker.id))
-    return [
-        OnlineWorker(
+    each = query.where(*online_conditions(settings, backend)).group_by(Worker.id).subquery()
+    # A thousand workers are mostly alike: each kind is sent and decoded once.
+    rows = await session.execute(select(*each.c, func.count().label("workers")).group_by(*each.c))
+    online: list[OnlineWorker] = []
+    for row in rows:
+        worker = OnlineWorker(
             devices=[OnlineDevice(*device) for device in row.devices or ()],
             labels=frozenset(row.labels),
             plugins=row.plugins,
@@ -71,8 +76,8 @@ async def read_online_workers(session: AsyncSession, settings: Settings, backend
             gguf=row.gguf,
             joins_hosts=row.joins_hosts,
         )
-        for row in rows
-    ]
+        online += [worker] * row.workers
+    return online
 
 
 def online_machines(

@@ -3,9 +3,13 @@
 from typing import Any
 
 import pytest
+from sqlalchemy import Engine
 
 from anneal.contracts.schemas.runs.placement import Placement
-from app.workers.online import OnlineDevice, OnlineWorker, count_devices, have_package
+from app.config import Settings
+from app.infra.db import async_engine, session_maker
+from app.workers.online import OnlineDevice, OnlineWorker, count_devices, have_package, read_online_workers
+from tests.rows import add_worker
 
 H100 = OnlineDevice("cuda", "NVIDIA H100 80GB HBM3", 81_559)
 A10 = OnlineDevice("cuda", "NVIDIA A10", 24_000)
@@ -52,3 +56,16 @@ def test_devices_are_counted_by_kind_and_worker_largest_first() -> None:
 def test_package_counts_if_each_worker_with_a_device_for_the_run_has_it(packages: list[Any], has_all: bool) -> None:
     workers = [worker(H100, packages=installed) for installed in packages]
     assert have_package([*workers, worker(CPU)], "cuda", Placement(), "a") is has_all
+
+
+async def test_workers_that_are_alike_are_counted_each_and_decoded_once(settings: Settings, engine: Engine) -> None:
+    for labels, devices in (([], 2), ([], 2), ([], 2), (["site-b"], 2), ([], 1)):
+        add_worker(engine, devices=devices, labels=labels)
+    own = async_engine(settings.database_url or "", pool_size=1)
+    async with session_maker(own)() as session:
+        workers = await read_online_workers(session, settings, "fake")
+    await own.dispose()
+    assert sorted((len(online.devices), sorted(online.labels)) for online in workers) == [
+        (1, []), (2, []), (2, []), (2, []), (2, ["site-b"]),
+    ]  # fmt: skip
+    assert len({id(online) for online in workers}) == 3
