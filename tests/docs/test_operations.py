@@ -154,7 +154,7 @@ def test_variables_that_the_document_names_are_settings() -> None:
     assert {name.removeprefix("ANNEAL_").lower() for name in named} <= fields
 
 
-def test_documented_proxies_buffer_nothing_and_pass_the_host_on() -> None:
+def test_documented_proxies_have_a_certificate_buffer_nothing_and_pass_the_host_on() -> None:
     blocks = [
         block
         for path in DOCS.rglob("*.md")
@@ -162,7 +162,8 @@ def test_documented_proxies_buffer_nothing_and_pass_the_host_on() -> None:
     ]
     assert len(blocks) == 2
     needed = (
-        "client_max_body_size 0;", "proxy_set_header Host $http_host;", "proxy_http_version 1.1;",
+        "ssl_certificate ", "ssl_certificate_key ", "client_max_body_size 0;", "proxy_set_header Host $http_host;",
+        "proxy_http_version 1.1;",
         'proxy_set_header Connection "";', "proxy_buffering off;", "proxy_request_buffering off;",
         "proxy_read_timeout 1h;",
     )  # fmt: skip
