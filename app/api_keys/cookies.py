@@ -28,7 +28,7 @@ def session_of(headers: Headers) -> str | None:
     Browsers send in `Sec-Fetch-Site` where a request comes from. A page on another port of this host is another origin
     but the same site, so `SameSite=Strict` alone would send it the cookie.
     """
-    sent = headers.get("cookie", "")
+    sent = "; ".join(headers.getlist("cookie"))  # a proxy of HTTP/2 may send a field for each cookie
     if not sent or len(sent) > _MOST_BYTES or headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return None
     cookies = dict(_SESSION.findall(sent))

@@ -178,6 +178,8 @@ class TestSession:
         with shared_api.client_with(None) as client:
             for text in (f"{others} {name}={token}", f"{name}={token};{others}", f'a;;=; {name} = "{token}" ;b'):
                 assert client.get("/v1/runs", headers={"Cookie": text}).status_code == 200, text[:40]
+            fields = [("Cookie", "theme=dark"), ("Cookie", f"{name}={token}")]
+            assert client.get("/v1/runs", headers=fields).status_code == 200, "a field for each cookie"
         headers = Headers({"cookie": others})
         tracemalloc.start()
         assert session_of(headers) is None
