@@ -167,6 +167,36 @@ def test_attempt_on_a_device_that_this_worker_does_not_have_fails_and_is_not_rep
     assert (row.status, row.error_code) == ("failed", "internal")
 
 
+def test_error_of_a_step_after_the_processes_have_started_is_an_internal_one(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_run(engine)
+    run = claim(engine, add_worker(engine), lease=60.0)
+    context = WorkerContext(settings)
+    job = SimpleNamespace(
+        path=settings.storage_root / "job.json", secrets={}, remarks=[], start=StartPoint(0, 0.0, None)
+    )
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    monkeypatch.setattr(attempt_module, "prepare_job", lambda *_: job)
+    monkeypatch.setattr(attempt_module, "launch_processes", lambda *_: SimpleNamespace(identities=[]))
+    monkeypatch.setattr(Attempt, "monitor", fail)
+    supervisor.supervise_run(context, run, time.monotonic())
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    row = run_row(engine, run.id)
+    assert (row.status, row.error_code) == ("failed", "internal")
+
+
+def test_attempt_that_is_fenced_in_a_step_writes_nothing(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run = attempt_that_cannot_be_prepared(settings, engine, monkeypatch, event_log.LeaseFenced("run_1"))
+    assert (run.status, run.error_code) == ("initializing", None)
+
+
 def test_attempt_whose_events_cannot_be_stored_fails_and_leaves_no_run_behind(
     settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from worker.claimed_run import ClaimedRun
 from worker.context import WorkerContext
 from worker.ingest.part_log import PartLog
 from worker.lease import EndedPart
+from worker.process.process_group import StillAliveError
 from worker.process.training_process import Exit
 from worker.service import WorkerService
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
@@ -163,6 +164,21 @@ def test_it_waits_for_a_database_that_is_away_while_it_prepares(
     eventually(lambda: _has_ended(context, claimed.id, engine), timeout=30, what="the part has ended")
     supervisors.wait()
     assert len(preparations) == 2 and "job.json is not on this worker" in outcome(engine, claimed.id)["problem"]
+
+
+def test_part_of_which_a_process_does_not_end_keeps_its_devices(
+    context: WorkerContext, engine: Engine, claimed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> Any:
+        raise StillAliveError("a process does not end")
+
+    monkeypatch.setattr(part_module.Part, "prepare", fail)
+    supervisors = take(context, engine)
+    with engine.begin() as connection:
+        connection.execute(parts.announce(claimed.id, claimed.lease_epoch, "tcp://127.0.0.1:1"))
+    context.leases.renew_now(claimed.id)
+    supervisors.wait()
+    assert outcome(engine, claimed.id) is None and not is_free(context, engine)
 
 
 def test_other_workers_claim_nothing_of_one_that_is_not_checked_or_has_trouble(context: WorkerContext) -> None:
