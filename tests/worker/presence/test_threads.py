@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from redis import Redis
 from sqlalchemy import Engine, delete, select
 
@@ -12,6 +13,7 @@ from app.infra.ids import new_id
 from app.tables.workers import Device, Worker
 from app.workers.status_files import WorkerStatusFile
 from tests.waiting import eventually
+from worker.context import WorkerContext
 from worker.devices import find_machine
 from worker.presence.control_listener import ControlListener
 from worker.presence.heartbeat import Heartbeat
@@ -19,6 +21,7 @@ from worker.presence.held_leases import HeldLeases
 from worker.presence.publisher import Publisher
 from worker.presence.registration import Registration
 from worker.process.launcher import Launcher
+from worker.service import WorkerService
 
 
 def test_published_name_reaches_the_listener_of_another_worker(settings: Settings) -> None:
@@ -82,3 +85,17 @@ def test_worker_whose_row_was_deleted_is_registered_again_by_a_heartbeat(setting
     closing.set()
     eventually(lambda: states() == [("draining", 0)], what="it is registered again")
     heartbeat.close()
+
+
+def test_closing_worker_ends_its_heartbeat_before_its_processes(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat brings parts of runs to train, which nothing would end any more."""
+    context = WorkerContext(settings.model_copy(update={"slots": 1}))
+    service = WorkerService(context)
+    alive: list[bool] = []
+    heartbeat = service._heartbeat
+    monkeypatch.setattr(context.launcher, "stop", lambda: alive.append(heartbeat._thread.is_alive()))
+    heartbeat.start()
+    service.close()
+    assert alive == [False]
