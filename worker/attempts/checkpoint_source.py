@@ -62,7 +62,9 @@ class CheckpointSource:
             if not wrong:
                 return RestoreResult(RestoreOutcome.WHOLE)
             result = restore_checkpoint(self._context, run, checkpoint, place, wrong, self._control)
-        if result.outcome is RestoreOutcome.BAD and self._marks_corrupt:
+        # The configuration of an evaluation does not name the engine that may have a checkpoint without a folder.
+        may_be_in_engine = run.task == RunTask.evaluate and not place.exists()
+        if result.outcome is RestoreOutcome.BAD and self._marks_corrupt and not may_be_in_engine:
             with self._context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, result.why, run.id, run.lease_epoch))
         if result.outcome is RestoreOutcome.AWAY and raise_if_away:

@@ -184,6 +184,14 @@ def test_run_on_a_damaged_checkpoint_names_and_marks_it_and_reads_no_other_one(
     assert lab.bad_reasons()[20] is not None
 
 
+def test_evaluation_of_a_checkpoint_whose_folder_is_missing_leaves_it_to_the_engine_of_its_run(lab: Lab) -> None:
+    shutil.rmtree(lab.save(10))
+    lab.trainer.complete()
+    with pytest.raises(JobError, match="cannot be evaluated: it is not in this worker's storage; evaluate another one"):
+        prepare_job(lab.context, export_of(lab, 10, "evaluate"), CPU, WAITS)
+    assert lab.bad_reasons() == {10: None}
+
+
 def test_half_written_folders_of_a_killed_trainer_are_swept(lab: Lab) -> None:
     whole = lab.save(10)
     torn = whole.with_name(".checkpoint-20.tmp")
