@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,14 +129,22 @@ def test_a_store_whose_client_buffers_is_given_up_too(lab: Lab, monkeypatch: pyt
 def test_the_time_for_the_output_begins_after_the_wait_for_the_uploads(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    down = Down(monkeypatch)
-    lab.writer.drain = lambda: None
-    lab.lease.run_id = lab.run.id
+    lab.context.settings.delivery_seconds = 60.0
+    lab.share.rename(lab.share.with_name("away"))
+    monotonic, waited = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + waited[0])
+
+    def say(event: Any) -> None:
+        lab.said.append(event)
+        if "next try" in str(event):
+            lab.lease.stop = StopRequest("checkpoint")
+
+    lab.writer.enqueue_item, lab.writer.drain, lab.lease.run_id = say, lambda: None, lab.run.id
     delivery = Delivery(lab.context, lab.context.working_copy.remote, lab.run, lab.lease, lab.writer)
-    uploader: Any = SimpleNamespace(wait_until_sent=lambda *_: Event().wait(lab.context.settings.delivery_seconds))
+    uploader: Any = SimpleNamespace(wait_until_sent=lambda *_: waited.__setitem__(0, 100.0))
     delivery.wait_for_uploads(uploader)
     delivery.deliver(machine.complete(lab.run.id, lab.run.lease_epoch, 1, "done"), has_output=True)
-    assert down.puts == 2
+    assert any("for another 60 s" in str(event) for event in lab.said)
 
 
 def test_a_stop_ends_the_tries(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
