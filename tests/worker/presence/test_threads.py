@@ -93,9 +93,9 @@ def test_closing_worker_ends_its_heartbeat_before_its_processes(
     """A heartbeat brings parts of runs to train, which nothing would end any more."""
     context = WorkerContext(settings.model_copy(update={"slots": 1}))
     service = WorkerService(context)
-    alive: list[bool] = []
+    has_ended: list[bool] = []
     heartbeat = service._heartbeat
-    monkeypatch.setattr(context.launcher, "stop", lambda: alive.append(heartbeat._thread.is_alive()))
+    monkeypatch.setattr(context.launcher, "stop", lambda: has_ended.append(heartbeat._ended.is_set()))
     heartbeat.start()
     service.close()
-    assert alive == [False]
+    assert has_ended == [True]
