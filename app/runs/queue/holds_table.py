@@ -32,6 +32,12 @@ _QUOTA_USES = text("""
         JOIN unnest(cast(:quotas AS text[])) AS quota(id) ON quota.id IN (runs.created_by, runs.experiment_id)
     GROUP BY quota.id, runs.id
 """)
+_SECONDS = text(f"""
+    SELECT started.device, started.run_id, cast(plan.seconds -> started.device ->> started.run_id AS float) AS seconds
+    FROM ({CURRENT_PLAN}) AS plan
+        CROSS JOIN unnest(cast(:devices AS text[]), cast(:run_ids AS text[])) AS started(device, run_id)
+    WHERE plan.seconds -> started.device ? started.run_id
+""")
 _HOLDERS = text(f"""
     {WITH_ROOM} SELECT {WAITING_COLUMNS} FROM runs {JOIN_ROOM}
     WHERE runs.id = ANY(:run_ids) AND runs.status = 'pending'
@@ -56,9 +62,17 @@ def read_holds(connection: Connection) -> tuple[StoredHolds, float]:
 
 
 def read_quota_uses(connection: Connection, holds: StoredHolds) -> list[QuotaUse]:
-    """Return the devices of held quotas that runs use."""
+    """Return the devices of held quotas that runs use; add durations on their devices to the holds that lack these."""
     quotas = [hold.quota_id for hold in holds.quota_holds]
-    return [QuotaUse(*row) for row in connection.execute(_QUOTA_USES, {"quotas": quotas})] if quotas else []
+    uses = [QuotaUse(*row) for row in connection.execute(_QUOTA_USES, {"quotas": quotas})] if quotas else []
+    unknown = {
+        (use.device, use.run_id) for use in uses if use.device not in holds.seconds and use.run_id not in holds.training
+    }
+    if unknown:
+        started = {"devices": [device for device, _ in unknown], "run_ids": [run_id for _, run_id in unknown]}
+        for device, run_id, seconds in connection.execute(_SECONDS, started):
+            holds.seconds.setdefault(device, {})[run_id] = seconds
+    return uses
 
 
 def read_quota_holds(connection: Connection) -> Mapping[str, tuple[OrderKey, QuotaHold]]:

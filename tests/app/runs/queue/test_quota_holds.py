@@ -110,6 +110,21 @@ class TestAQuota:
         assert [claim(engine, worker).id, claim(engine, worker).id] == [long.id, short.id]
         assert claim(engine, worker) is None
 
+    async def test_is_not_used_up_by_one_that_ends_in_time_on_a_worker_with_other_devices(
+        self, settings: Settings, engine: Engine, lengths: dict[str, float]
+    ) -> None:
+        key, worker = add_key(engine, 7), add_worker(engine, devices=9)
+        other = add_worker(engine, names=["another"], labels=["other"])
+        first = add_run(engine, created_by=key, devices_needed=4)
+        claim(engine, worker)
+        holder = add_run(engine, created_by=key, devices_needed=5)
+        short = add_run(engine, created_by=key, requirements={"labels": ["other"]})
+        long = add_run(engine, created_by=key, devices_needed=2)
+        lengths |= {first.id: 50.0, short.id: 20.0, long.id: 400.0}
+        await plan(settings)
+        assert held_quotas(engine) == [(key, holder.id, 2)]
+        assert [claim(engine, other).id, claim(engine, worker).id] == [short.id, long.id]
+
     async def test_that_has_room_again_is_kept_until_the_devices_are_free(
         self, settings: Settings, engine: Engine
     ) -> None:
