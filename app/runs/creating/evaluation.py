@@ -116,8 +116,8 @@ async def create_evaluation(
     if run is not None and subject.changes is not None:
         user_set_fields |= subject.changes.kept_fields(run)
         config = await asyncio.to_thread(_as_trained, run, subject.changes, request.config, user_set_fields)
-    await lock_references(session, run_request, plan)
     await _lock_weights(session, request.model)
+    await lock_references(session, run_request, plan)
     is_output = run is not None and subject.checkpoint is None
     config = config.model_copy(update={"eval_steps": None})
     plan = replace(

@@ -214,12 +214,12 @@ async def lock_references(session: AsyncSession, request: RunCreate, plan: RunPl
 
     Raises 422 for those that were deleted since the validation.
     """
-    validation = ValidationResult()
+    # Runs first, as the deletion of an experiment locks them: neither then waits for the other.
+    validation = ValidationResult(errors=await lock_models(session, request.config, plan))
     if request.experiment_id is not None:
         await _check_experiment(session, request.experiment_id, validation)
     for place, dataset_id in _dataset_ids(request).items():
         await _lock_dataset(session, place, dataset_id, validation)
-    validation.errors += await lock_models(session, request.config, plan)
     if validation.errors:
         raise validation_failed(validation.errors)
 

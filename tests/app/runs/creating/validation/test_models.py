@@ -1,18 +1,26 @@
 """Methods `dpo`, `reward` and `rlhf` over the API: their datasets, and the reward models that runs learn from."""
 
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, select, text
 
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.schemas.runs.requests import RunCreate
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
-from app.infra.db import sync_engine
+from app.infra.db import async_engine, session_maker, sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.runs.creating.plan import RunPlan
+from app.runs.creating.validation.request import lock_references
+from app.tables.experiments import Experiment
+from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
-from tests.rows import waiting_for_locks
+from tests.rows import run_row, waiting_for_locks
 from tests.server import ApiServer, ThreadServer
 from tests.waiting import eventually
 
@@ -240,3 +248,32 @@ class TestTheyAreKept:
             connection.commit()
         assert answer.result().json()["code"] == "reward_run_not_found"
         assert count_runs(engine) == 0
+
+    def test_creation_locks_runs_before_their_experiment_as_the_deletion_of_an_experiment_does(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        run = run_row(engine, judge(api, engine))
+        named: dict[str, Any] = {"base_model": run.id}
+        request = RunCreate(dataset_id=run.dataset_id, experiment_id=run.experiment_id, config=named)
+        plan = RunPlan(
+            backend="fake",
+            config=TrainingConfig(**named),
+            user_set_fields=frozenset(named),
+            resources=Resources(),
+            base_run_id=run.id,
+        )
+
+        async def lock() -> None:
+            own = async_engine(api.settings.database_url or "", pool_size=1)
+            async with session_maker(own)() as session:
+                await lock_references(session, request, plan)
+            await own.dispose()
+
+        experiment = select(Experiment.id).where(Experiment.id == run.experiment_id)
+        with ThreadPoolExecutor(1) as pool, engine.connect() as deletion:
+            deletion.execute(select(Run.id).where(Run.id == run.id).with_for_update())
+            locking = pool.submit(asyncio.run, lock())
+            eventually(lambda: waiting_for_locks(engine) == 1, what="it waits")
+            deletion.execute(experiment.with_for_update(nowait=True))
+            deletion.rollback()
+            locking.result(60)
