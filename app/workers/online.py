@@ -41,8 +41,6 @@ class OnlineWorker:
     """None if its version does not report them."""
     model_sources: str | None
     """Digest of where it looks for models (`app.base_models.sources`); None if that is not known."""
-    gguf: bool
-    """True if it can write GGUF files."""
     joins_hosts: bool
     """True if it trains runs together with workers of other hosts."""
 
@@ -57,7 +55,7 @@ async def read_online_workers(session: AsyncSession, settings: Settings, backend
     device = func.jsonb_build_array(Device.kind, Device.name, Device.memory_mb)
     devices: Any = func.jsonb_agg(aggregate_order_by(device, Device.index))
     query = select(
-        Worker.labels, Worker.plugins, Worker.packages, Worker.model_sources, Worker.gguf,
+        Worker.labels, Worker.plugins, Worker.packages, Worker.model_sources,
         Worker.group_address.is_not(None).label("joins_hosts"),
         devices.filter(Device.worker_id.is_not(None)).label("devices"),
     )  # fmt: skip
@@ -73,7 +71,6 @@ async def read_online_workers(session: AsyncSession, settings: Settings, backend
             plugins=row.plugins,
             packages=None if row.packages is None else frozenset(row.packages),
             model_sources=row.model_sources,
-            gguf=row.gguf,
             joins_hosts=row.joins_hosts,
         )
         online += [worker] * row.workers

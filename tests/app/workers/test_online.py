@@ -18,8 +18,7 @@ CPU = OnlineDevice("cpu", "cpu", None)
 
 def worker(*devices: OnlineDevice, **fields: Any) -> OnlineWorker:
     facts: dict[str, Any] = {
-        "labels": frozenset({"site-a"}), "plugins": None, "packages": None, "model_sources": None, "gguf": False,
-        "joins_hosts": False,
+        "labels": frozenset({"site-a"}), "plugins": None, "packages": None, "model_sources": None, "joins_hosts": False,
     }  # fmt: skip
     return OnlineWorker(devices, **{**facts, **fields})
 
