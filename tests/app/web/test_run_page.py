@@ -72,6 +72,7 @@ class TestRun:
         page.unroute_all()
         expect(field).to_have_value("7")
         dialog.get_by_role("button", name="Save").click()
+        expect(page.get_by_role("button", name="More actions")).to_be_focused()
         page.get_by_role("button", name="More actions").click()
         expect(page.get_by_text("It is 7.")).to_be_visible()
         assert shared_api.client.get(f"/v1/runs/{run_id}").json()["priority"] == 7

@@ -98,13 +98,16 @@ export function Menu({ button, children, kind = '', label }) {
     addEventListener('pointerdown', closeOutside);
     return () => removeEventListener('pointerdown', closeOutside);
   }, [isOpen]);
+  // What a dialog that the list opens gives the focus back to.
+  const closeAtButton = () => {
+    setOpen(false);
+    box.current?.querySelector('button')?.focus();
+  };
   /** @param {KeyboardEvent} event */
   const onKey = (event) => {
     if (!isOpen) return;
-    if (event.key === 'Escape') {
-      setOpen(false);
-      box.current?.querySelector('button')?.focus();
-    } else if (event.key === 'ArrowDown' || event.key === 'ArrowUp') {
+    if (event.key === 'Escape') closeAtButton();
+    else if (event.key === 'ArrowDown' || event.key === 'ArrowUp') {
       event.preventDefault();
       const menuItems = queryItems();
       const index = menuItems.indexOf(/** @type {HTMLElement} */ (document.activeElement));
@@ -122,7 +125,7 @@ export function Menu({ button, children, kind = '', label }) {
     >
       ${button}
     </button>
-    ${isOpen && html`<div class="pop" onClick=${() => setOpen(false)}>${children}</div>`}
+    ${isOpen && html`<div class="pop" onClick=${closeAtButton}>${children}</div>`}
   </div>`;
 }
 
@@ -136,8 +139,12 @@ export function Dialog({ title, onClose, children, wide }) {
   const isPressedOutside = useRef(false);
   useEffect(() => {
     const element = box.current;
+    const opener = /** @type {HTMLElement | null} */ (document.activeElement);
     element?.showModal();
-    return () => element?.close();
+    return () => {
+      element?.close();
+      opener?.focus(); // the dialog leaves the page at once, and the browser would focus nothing
+    };
   }, []);
   return html`<dialog
     class=${wide ? 'dialog wide' : 'dialog'}
