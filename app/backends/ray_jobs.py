@@ -27,7 +27,7 @@ from app.infra.broker import Broker
 from app.infra.db import is_away
 from app.runs.queue.fit import kept_quota_reason, reason_of_quota
 from app.runs.queue.holds_table import read_quota_holds
-from app.runs.queue.order import JOIN_ROOM, OWNER, WITH_ROOM
+from app.runs.queue.order import JOIN_ROOM, OWNER, OWNERS_ORDER, QUEUE_ORDER, WITH_ROOM
 from app.runs.queue.policy import OrderKey, QuotaHold
 from app.runs.state import machine
 
@@ -73,7 +73,7 @@ _PENDING = text(f"""
         SELECT runs.id, runs.priority, owners.used, jobs.added_at,
             row_number() OVER (
                 PARTITION BY owners.owner, devices_needed, requirements -> 'kind', requirements -> 'labels'
-                ORDER BY runs.priority DESC, runs.id
+                ORDER BY {OWNERS_ORDER}
             ) AS place
         FROM runs JOIN owners ON owners.owner = {OWNER}
             LEFT JOIN ray_jobs AS jobs ON jobs.run_id = runs.id AND jobs.lease_epoch = runs.lease_epoch
@@ -90,7 +90,7 @@ _PENDING = text(f"""
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
         owners.used
     FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM}
-    ORDER BY has_job DESC, runs.priority DESC, owners.used, runs.id
+    ORDER BY has_job DESC, {QUEUE_ORDER}
 """)
 _ADD = text("""
     INSERT INTO ray_jobs (run_id, lease_epoch) VALUES (:run_id, :lease_epoch)

@@ -14,7 +14,17 @@ from sqlalchemy import Connection, text
 
 from anneal.contracts.schemas.runs.placement import name_words
 from app.runs.queue.fleet import NearFleet
-from app.runs.queue.order import JOIN_ROOM, LIMITED, OWNER, OWNERS, WAITING_COLUMNS, quota_rooms, waiting_run
+from app.runs.queue.order import (
+    JOIN_ROOM,
+    LIMITED,
+    OWNER,
+    OWNERS,
+    OWNERS_ORDER,
+    QUEUE_ORDER,
+    WAITING_COLUMNS,
+    quota_rooms,
+    waiting_run,
+)
 from app.runs.queue.policy import OrderKey, WaitingRun, order_key
 
 _EVERY_OWNER = 1_000_000_000
@@ -65,12 +75,12 @@ _CANDIDATES = text(f"""
         FROM owners
     ),
     first AS (
-        SELECT best.id FROM owners CROSS JOIN LATERAL (
+        SELECT runs.id FROM owners CROSS JOIN LATERAL (
             SELECT runs.id, runs.priority FROM runs
             WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND CASE WHEN {_MAY_FIT} THEN true ELSE false END
-            ORDER BY runs.priority DESC, runs.id LIMIT (SELECT of_owner FROM page)
-        ) AS best
-        WHERE owners.place <= :owners ORDER BY best.priority DESC, owners.used, best.id LIMIT :most
+            ORDER BY {OWNERS_ORDER} LIMIT (SELECT of_owner FROM page)
+        ) AS runs
+        WHERE owners.place <= :owners ORDER BY {QUEUE_ORDER} LIMIT :most
     ),
     chosen AS (
         SELECT id, true AS is_first FROM first UNION ALL SELECT unnest(cast(:run_ids AS text[])), false

@@ -9,6 +9,10 @@ HALF_LIFE_SECONDS = 7 * 86_400
 """Seconds after which the usage of devices counts half."""
 OWNER = "coalesce(runs.created_by, '')"
 """SQL expression: the owner of a run, as in the index of pending runs."""
+OWNERS_ORDER = "runs.priority DESC, runs.id"
+"""`policy.order_key` in SQL, among the runs of one owner."""
+QUEUE_ORDER = "runs.priority DESC, owners.used, runs.id"
+"""`policy.order_key` in SQL, in a query with `OWNERS`."""
 # As of the start of the transaction: two runs of an owner have the same value, and so the order of their ids.
 _DECAYED = (
     "coalesce(device_seconds * "

@@ -137,7 +137,10 @@ class Plan:
 
 
 def order_key(run: WaitingRun, used: Mapping[str, float]) -> OrderKey:
-    """Return the place of a run in the queue. Ids of runs begin with their time of creation."""
+    """Return the place of a run in the queue (in SQL `order.QUEUE_ORDER`).
+
+    Ids of runs begin with their time of creation.
+    """
     return -run.priority, used.get(run.owner, 0.0), run.run_id
 
 

@@ -17,7 +17,16 @@ from app.runs.queue import durations
 from app.runs.queue.durations import Estimate, PastAttempt, Timings, Workload
 from app.runs.queue.fit import Fleet, WorkerOffer
 from app.runs.queue.fleet import read_fleet
-from app.runs.queue.order import JOIN_ROOM, OWNER, WAITING_COLUMNS, WITH_ROOM, quota_rooms, waiting_run
+from app.runs.queue.order import (
+    JOIN_ROOM,
+    OWNER,
+    OWNERS_ORDER,
+    QUEUE_ORDER,
+    WAITING_COLUMNS,
+    WITH_ROOM,
+    quota_rooms,
+    waiting_run,
+)
 from app.runs.queue.policy import MOST_HOLDS, Snapshot, TrainingRun, WaitingRun
 from app.tables.base import sql_list
 from app.tables.runs import EXTRA_EVAL_DATASETS
@@ -58,8 +67,8 @@ _PENDING = text(f"""
         SELECT runs.id FROM owners CROSS JOIN LATERAL (
             SELECT id, priority FROM runs
             WHERE {OWNER} = owners.owner AND runs.status = 'pending' AND runs.backend = ANY(:backends)
-            ORDER BY runs.priority DESC, runs.id LIMIT 1 + {_MOST_RUNS} / (SELECT count(*) FROM owners)
-        ) AS runs ORDER BY runs.priority DESC, owners.used, runs.id LIMIT {_MOST_RUNS}
+            ORDER BY {OWNERS_ORDER} LIMIT 1 + {_MOST_RUNS} / (SELECT count(*) FROM owners)
+        ) AS runs ORDER BY {QUEUE_ORDER} LIMIT {_MOST_RUNS}
     ), wide AS (
         SELECT id, priority, row_number() OVER (
             PARTITION BY {OWNER}, backend, devices_needed, hosts_needed, requirements ORDER BY priority DESC, id
@@ -74,7 +83,7 @@ _PENDING = text(f"""
     SELECT {_WORKLOAD}, {WAITING_COLUMNS}, runs.id IN (SELECT id FROM first) AS is_first, runs.pending_reason,
         cast(extract(epoch FROM clock_timestamp() - greatest(runs.created_at, runs.not_before)) AS float) AS waited
     FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM} {_WITH}
-    ORDER BY runs.priority DESC, owners.used, runs.id
+    ORDER BY {QUEUE_ORDER}
 """)
 # One attempt per run, the longest: a run that was lost or repaired many times must not dominate the history.
 _PAST = text(f"""
