@@ -48,20 +48,25 @@ def pause_unusable_devices(context: WorkerContext) -> None:
     unusable = context.health.unusable
     if not unusable and not any(reasons.values()):
         return
+    usable_again = {index for index in unusable if reasons.get(index) is None}
+    paused = set()
     try:
         with context.engine.begin() as connection:
             for index, why in reasons.items():
-                if why is None and index in unusable:
+                if index in usable_again:
                     connection.execute(registry.resume_device(context.id, index))
-                    unusable.discard(index)
                 elif why is not None:
                     statement = registry.pause_idle_device(context.id, index, why, UNUSABLE_PAUSE_SECONDS)
-                    if connection.scalar(statement) is not None and index not in unusable:
-                        log.warning("device %d takes no run: %s", index, why)
-                        unusable.add(index)
+                    if connection.scalar(statement) is not None:
+                        paused.add(index)
     except SQLAlchemyError as error:
         if not is_away(error):
             raise
+        return
+    for index in paused - unusable:
+        log.warning("device %d takes no run: %s", index, reasons[index])
+    unusable -= usable_again
+    unusable |= paused
 
 
 def unusable_reason(context: WorkerContext, device: Device) -> str | None:

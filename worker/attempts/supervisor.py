@@ -2,7 +2,9 @@
 
 import logging
 from contextlib import nullcontext
+from typing import Any
 
+from sqlalchemy import Row
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.infra.clock import since_boot
@@ -39,21 +41,7 @@ def train_pending_runs(context: WorkerContext) -> None:
 def claim(context: WorkerContext) -> ClaimedRun | None:
     """Claim a run and its devices; None if there is none or the database is unavailable."""
     pause_unusable_devices(context)
-    row = None
-    for tries in range(1, _CONFLICT_TRIES + 1):
-        try:
-            with context.engine.begin() as connection:
-                row = claim_run(connection, context.id, context.settings.lease_seconds, context.only_run)
-            break
-        except SQLAlchemyError as error:
-            if not is_away(error):
-                raise
-            if not is_conflict(error):
-                log.warning("no run is claimed, the database is unavailable: %s", error)
-                break
-            # This transaction and another one waited for each other, which PostgreSQL ends after a second.
-            if tries == _CONFLICT_TRIES:
-                log.info("no run is claimed now, other claims take too long: %s", error)
+    row = _claim_row(context)
     if row is None:
         return None
     run = ClaimedRun.from_row(row)
@@ -62,6 +50,29 @@ def claim(context: WorkerContext) -> ClaimedRun | None:
     for worker_id in run.members:
         context.publisher.signal_control(worker_id)
     return run
+
+
+def _claim_row(context: WorkerContext) -> Row[Any] | None:
+    """Return the row of a claimed run once its claim is committed.
+
+    If the answer to the commit is lost, the claim may stand: its lease then runs out, and another attempt trains the
+    run. To train it here would be wrong, since the claim may also be lost.
+    """
+    for _ in range(_CONFLICT_TRIES):
+        try:
+            with context.engine.begin() as connection:
+                row = claim_run(connection, context.id, context.settings.lease_seconds, context.only_run)
+            return row
+        except SQLAlchemyError as error:
+            if not is_away(error):
+                raise
+            if not is_conflict(error):
+                log.warning("no run is claimed, the database is unavailable: %s", error)
+                return None
+            # This transaction and another one waited for each other, which PostgreSQL ends after a second.
+            conflict = error
+    log.info("no run is claimed now, other claims take too long: %s", conflict)
+    return None
 
 
 def supervise_run(context: WorkerContext, run: ClaimedRun, claimed_at: float) -> None:

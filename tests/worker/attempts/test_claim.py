@@ -1,8 +1,10 @@
 """A claim takes no GPU whose memory other programs use, on which the check failed, or that was just reserved."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import OperationalError
@@ -114,3 +116,45 @@ class TestClaimsAtOnce:
 
         assert any(is_claim_ended() for _ in range(10))
         assert "unavailable" not in caplog.text
+
+
+class TestLostCommit:
+    """The connection breaks at a commit, and a worker cannot know on which side of it."""
+
+    @pytest.fixture(params=["before", "after"])
+    def break_commits(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        def break_commits(context: WorkerContext) -> None:
+            dialect = context.engine.dialect
+            commit = dialect.do_commit
+
+            def break_commit(connection: Any) -> None:
+                if request.param == "after":
+                    commit(connection)
+                connection.dbapi_connection.close()
+                raise psycopg.OperationalError("the server closed the connection unexpectedly")
+
+            monkeypatch.setattr(dialect, "do_commit", break_commit)
+
+        return break_commits
+
+    def test_a_run_whose_claim_may_not_be_committed_is_not_trained(
+        self, context: WorkerContext, engine: Engine, break_commits: Callable[..., None]
+    ) -> None:
+        add_run(engine)
+        break_commits(context)
+        assert supervisor.claim(context) is None
+
+    def test_a_device_stays_known_as_paused_until_it_is_resumed_for_certain(
+        self,
+        context: WorkerContext,
+        used: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+        break_commits: Callable[..., None],
+    ) -> None:
+        used[:] = [70, 3]
+        device_checks.pause_unusable_devices(context)
+        assert context.health.unusable == {0}
+        used[:] = [3, 3]
+        break_commits(context)
+        device_checks.pause_unusable_devices(context)
+        assert context.health.unusable == {0}
