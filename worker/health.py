@@ -2,9 +2,11 @@
 
 import os
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from app.infra.files.disk_space import DatabaseReserve, few_inodes, free_bytes
+from app.infra.process.identity import ProcessIdentity
 
 ROOM_BYTES = 16 * 2**20
 _FIRST_PAUSE_SECONDS = 5.0
@@ -34,6 +36,8 @@ class WorkerHealth:
         self._device_pauses: dict[int, float] = {}
         self.unusable: set[int] = set()
         """Devices that take no run because other programs use their memory, or because a check failed on them."""
+        self._survivors: dict[int, list[ProcessIdentity]] = {}
+        """Processes that were killed but do not end, by the index of the device that they may hold."""
 
     def unhealthy_reason(self) -> str | None:
         """Return the reason why no run should be taken now; None if the worker is healthy."""
@@ -80,3 +84,20 @@ class WorkerHealth:
     def device_worked(self, index: int) -> bool:
         """Record that a run has trained on a device; return True if the device had failed before."""
         return self._device_pauses.pop(index, None) is not None
+
+    def record_survivors(self, indexes: Iterable[int], processes: Sequence[ProcessIdentity]) -> None:
+        """Record that processes that trained on these devices were killed and may not have ended."""
+        for index in indexes:
+            self._survivors.setdefault(index, []).extend(processes)
+
+    def survivors_reason(self, index: int) -> str | None:
+        """Return a sentence about the processes that hold a device although they were killed; None if none is left."""
+        living = [process for process in self._survivors.get(index, ()) if process.exists]
+        if not living:
+            self._survivors.pop(index, None)
+            return None
+        self._survivors[index] = living
+        numbers = ", ".join(str(process.pid) for process in living)
+        return (
+            f"process {numbers} of an earlier run was killed and does not end: restart the machine"
+        )

@@ -29,6 +29,7 @@ from worker.attempts.outcome import (
     is_signal_death,
     lease_loss_transition,
     requested_end_transition,
+    surviving_process_transition,
 )
 from worker.checkpoint_store import cleanup
 from worker.checkpoint_store.remote_store import RemoteStore, TransferCancelled
@@ -40,6 +41,7 @@ from worker.group_network import MeetingPort
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
+from worker.process.process_group import StillAliveError
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
 from worker.process.training_process import Exit
@@ -100,8 +102,14 @@ class Attempt:
         """Take the steps of the attempt; return the transition that ends it."""
         job = self.prepare()
         processes = self.launch(job)
-        memory_watch = MemoryWatch(processes.identities, self._devices)
-        end = self.monitor(processes, memory_watch)
+        try:
+            memory_watch = MemoryWatch(processes.identities, self._devices)
+            end = self.monitor(processes, memory_watch)
+        finally:
+            self.close_processes(processes)
+        # None is left, so the lease binds nothing any more.
+        self._writer.wait_past_lease()
+        cleanup.after_attempt(self._context, self._run.id, self._run.attempt)
         self.judge_devices()
         repair = None
         if has_failed(self._record_handler.state, end):
@@ -164,18 +172,24 @@ class Attempt:
         return is_asked or self._lease.fenced or self._context.draining.is_set()
 
     def monitor(self, processes: TrainingGroup, memory_watch: MemoryWatch) -> Exit:
-        """Follow the training processes to their end; none is left, so the lease binds nothing any more."""
+        """Follow the training processes to their end."""
         feeds = [DeviceFeed(self._context.telemetry, device, self._writer.enqueue_item) for device in self._devices]
+        return Monitor(
+            self._context, self._lease, self._writer, self._record_handler, processes, memory_watch, feeds,
+            self._run.members,
+        ).run_until_exit()  # fmt: skip
+
+    def close_processes(self, processes: TrainingGroup) -> None:
+        """Kill what is left of the training processes.
+
+        Raises:
+            StillAliveError: One does not end; its device takes no run until it has.
+        """
         try:
-            end = Monitor(
-                self._context, self._lease, self._writer, self._record_handler, processes, memory_watch, feeds,
-                self._run.members,
-            ).run_until_exit()  # fmt: skip
-        finally:
             processes.close()
-        self._writer.wait_past_lease()
-        cleanup.after_attempt(self._context, self._run.id, self._run.attempt)
-        return end
+        except StillAliveError:
+            self._context.health.record_survivors(self._run.device_indexes, processes.identities)
+            raise
 
     def judge_devices(self) -> None:
         """Pause the device whose failure was reported; let all take runs again if the trainer ended well."""
@@ -256,6 +270,9 @@ class Attempt:
             case LaunchError():
                 reason = f"a training process could not be started: {error}"
                 transition = failed_start_transition(context.health, run, reason)
+            case StillAliveError():
+                log.error("%s: attempt %d: %s", run.id, run.attempt, error)
+                transition = surviving_process_transition(run, error)
             case OSError() if not self._has_started:
                 log.error("%s: attempt %d", run.id, run.attempt, exc_info=error)
                 code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "worker_lost"

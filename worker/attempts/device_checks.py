@@ -74,4 +74,4 @@ def unusable_reason(context: WorkerContext, device: Device) -> str | None:
     broken = context.launcher.broken.get(device.id)
     if broken is not None:
         return f"a training step failed on it when the worker started, and is tried again when it restarts: {broken}"
-    return devices.occupation_reason(device)
+    return context.health.survivors_reason(device.index) or devices.occupation_reason(device)

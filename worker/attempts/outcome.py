@@ -18,6 +18,7 @@ from worker.devices import Device
 from worker.health import WorkerHealth
 from worker.ingest.attempt_state import AttemptState
 from worker.lease import EndedPart, Lease, LeaseLost
+from worker.process.process_group import StillAliveError
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
 
@@ -182,6 +183,14 @@ def hang_transition(run: ClaimedRun, state: AttemptState, end: Exit, seconds: fl
         ranks = f"{'rank' if len(end.suspended) == 1 else 'ranks'} {', '.join(map(str, end.suspended))}"
         whose = f"the process of {ranks}" if run.devices_needed > 1 else "it"
         reason += f"; {whose} was suspended, by SIGSTOP or a debugger"
+    return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
+
+
+def surviving_process_transition(run: ClaimedRun, error: StillAliveError) -> Executable:
+    """Return the transition of a run of which a process does not end; it does nothing more, but may hold its device."""
+    reason = (
+        f"a training process does not end although it was killed ({error}); if it still exists, restart the machine"
+    )
     return machine.retry(run.id, run.lease_epoch, reason, _RETRY_SECONDS)
 
 

@@ -159,7 +159,14 @@ class Part:
                 with self._network_watch(meeting) as network:
                     return self._watch_processes(processes, handler, network)
             finally:
-                processes.close()
+                self._close_processes(processes)
+
+    def _close_processes(self, processes: TrainingGroup) -> None:
+        try:
+            processes.close()
+        except StillAliveError:
+            self._context.health.record_survivors(self._row.device_indexes, processes.identities)
+            raise
 
     def wait_for_lead(self) -> str:
         """Wait until the lead has prepared the attempt; return the place at which the ranks meet."""

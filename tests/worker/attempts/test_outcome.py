@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from anneal.contracts.attempt.part_end import PartEnd
 from anneal.contracts.stop import StopRequest
 from app.config import Settings
 from app.infra.ids import new_id
+from app.infra.process.identity import ProcessIdentity
 from app.infra.storage import Storage
 from app.runs.events import log as event_log
 from app.runs.events.log import NewEvent
@@ -25,7 +27,7 @@ from app.tables.runs import Run
 from tests.rows import add_run, add_worker, claim, events_of, run_row
 from tests.waiting import eventually
 from worker.attempts import attempt as attempt_module
-from worker.attempts import supervisor
+from worker.attempts import device_checks, supervisor
 from worker.attempts.attempt import Attempt
 from worker.attempts.job_error import JobError
 from worker.attempts.outcome import conclude_attempt, ended_here_before, exit_of, is_signal_death, lease_loss_transition
@@ -35,6 +37,7 @@ from worker.ingest.attempt_state import StartPoint
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import EndedPart, Lease, LeaseLost
+from worker.process.process_group import StillAliveError
 from worker.process.spawn import LaunchError
 from worker.process.training_process import Exit
 from worker.wire.rank_place import EXIT_RANK_ZERO_UNREACHABLE
@@ -167,27 +170,51 @@ def test_attempt_on_a_device_that_this_worker_does_not_have_fails_and_is_not_rep
     assert (row.status, row.error_code) == ("failed", "internal")
 
 
-def test_error_of_a_step_after_the_processes_have_started_is_an_internal_one(
-    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def attempt_whose_processes(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch, **methods: Any
+) -> tuple[WorkerContext, Any]:
+    """Run an attempt whose training processes have these methods; return its worker and the row of the run."""
     add_run(engine)
     run = claim(engine, add_worker(engine), lease=60.0)
     context = WorkerContext(settings)
     job = SimpleNamespace(
         path=settings.storage_root / "job.json", secrets={}, remarks=[], start=StartPoint(0, 0.0, None)
     )
+    processes = SimpleNamespace(**{"identities": [ProcessIdentity.of_this_process()], "close": lambda: None, **methods})
+    monkeypatch.setattr(attempt_module, "prepare_job", lambda *_: job)
+    monkeypatch.setattr(attempt_module, "launch_processes", lambda *_: processes)
+    supervisor.supervise_run(context, run, time.monotonic())
+    context.engine.dispose()
+    context.lease_engine.dispose()
+    return context, run_row(engine, run.id)
+
+
+def test_error_of_a_step_after_the_processes_have_started_is_an_internal_one_and_closes_them(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
 
     def fail(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, "the disk is full")
 
-    monkeypatch.setattr(attempt_module, "prepare_job", lambda *_: job)
-    monkeypatch.setattr(attempt_module, "launch_processes", lambda *_: SimpleNamespace(identities=[]))
-    monkeypatch.setattr(Attempt, "monitor", fail)
-    supervisor.supervise_run(context, run, time.monotonic())
-    context.engine.dispose()
-    context.lease_engine.dispose()
-    row = run_row(engine, run.id)
-    assert (row.status, row.error_code) == ("failed", "internal")
+    monkeypatch.setattr(attempt_module, "MemoryWatch", fail)
+    _, run = attempt_whose_processes(settings, engine, monkeypatch, close=lambda: closed.append(True))
+    assert (run.status, run.error_code, closed) == ("failed", "internal", [True])
+
+
+def test_run_of_which_a_process_does_not_end_is_tried_again_and_its_device_takes_none_until_it_has(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise StillAliveError("processes [7] of session 7 do not die")
+
+    monkeypatch.setattr(Attempt, "monitor", lambda *_: None)
+    worker, run = attempt_whose_processes(settings, engine, monkeypatch, close=fail)
+    assert run.status == "pending"
+    device = worker.machine.devices[0]
+    assert f"process {os.getpid()} of an earlier run" in (device_checks.unusable_reason(worker, device) or "")
+    monkeypatch.setattr(ProcessIdentity, "exists", False)
+    assert device_checks.unusable_reason(worker, device) is None
 
 
 def test_attempt_that_is_fenced_in_a_step_writes_nothing(
