@@ -141,18 +141,18 @@ class Settings(HomeSettings):
     @field_validator("extra_model_roots")
     @classmethod
     def _check_roots(cls, roots: str) -> str:
-        wrong = [root for root in _split_list(roots) if not Path(root).is_absolute() or Path(root) == Path("/")]
-        if wrong:
-            raise ValueError(f"{wrong[0][:200]!r} is not the absolute path of a folder; separate folders by commas")
+        invalid = [root for root in _split_list(roots) if not Path(root).is_absolute() or Path(root) == Path("/")]
+        if invalid:
+            raise ValueError(f"{invalid[0][:200]!r} is not the absolute path of a folder; separate folders by commas")
         return roots
 
     @field_validator("allowed_origins")
     @classmethod
     def _check_origins(cls, origins: str) -> str:
-        wrong = [origin for origin in _split_list(origins) if re.fullmatch(_ORIGIN, origin) is None]
-        if wrong:
+        invalid = [origin for origin in _split_list(origins) if re.fullmatch(_ORIGIN, origin) is None]
+        if invalid:
             raise ValueError(
-                f"{wrong[0][:200]!r} is not an origin: write scheme, host and port as browsers send them, such as "
+                f"{invalid[0][:200]!r} is not an origin: write scheme, host and port as browsers send them, such as "
                 "https://dashboards.example.com or http://localhost:3000, in lower case, without a path, and never *"
             )
         return origins
@@ -171,10 +171,10 @@ class Settings(HomeSettings):
     @field_validator("worker_labels")
     @classmethod
     def _check_labels(cls, labels: str) -> str:
-        wrong = [label for label in _split_list(labels) if LABEL.fullmatch(label) is None]
-        if wrong:
+        invalid = [label for label in _split_list(labels) if LABEL.fullmatch(label) is None]
+        if invalid:
             raise ValueError(
-                f"{wrong[0][:80]!r} is not a label: use up to 63 letters, digits and . _ : / = -, the first one a "
+                f"{invalid[0][:80]!r} is not a label: use up to 63 letters, digits and . _ : / = -, the first one a "
                 "letter or digit, and commas between labels"
             )
         return labels

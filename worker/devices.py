@@ -95,8 +95,8 @@ def list_gpus() -> tuple[Device, ...]:
             return ()
         every = list(_every_gpu(library))
     visible = visible_gpus()
-    shown = (gpu.devices for gpu in every) if visible is None else _select_visible(every, visible)
-    return tuple(dict.fromkeys(device for devices in shown for device in devices))
+    usable = (gpu.devices for gpu in every) if visible is None else _select_visible(every, visible)
+    return tuple(dict.fromkeys(device for devices in usable for device in devices))
 
 
 def has_gpu() -> bool:

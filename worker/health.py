@@ -98,6 +98,4 @@ class WorkerHealth:
             return None
         self._survivors[index] = living
         numbers = ", ".join(str(process.pid) for process in living)
-        return (
-            f"process {numbers} of an earlier run was killed and does not end: restart the machine"
-        )
+        return f"process {numbers} of an earlier run was killed and does not end: restart the machine"

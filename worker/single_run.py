@@ -51,8 +51,8 @@ def main() -> int:
         log_setup.set_up(settings.log_format)
         run(resolve_urls(settings), signals, run_id, lease_epoch, hangs)
     except ValidationError as error:  # its own text shows values, such as passwords
-        wrong = " ".join(f"ANNEAL_{'_'.join(map(str, one['loc'])).upper()}: {one['msg']}." for one in error.errors())
-        print(f"anneal: {wrong}", file=sys.stderr)  # noqa: T201
+        problems = " ".join(f"ANNEAL_{'_'.join(map(str, one['loc'])).upper()}: {one['msg']}." for one in error.errors())
+        print(f"anneal: {problems}", file=sys.stderr)  # noqa: T201
         return 1
     except SetupError as error:
         print(f"anneal: {error}", file=sys.stderr)  # noqa: T201

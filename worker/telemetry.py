@@ -105,11 +105,11 @@ class TelemetrySampler:
         try:
             with self._engine.begin() as connection:
                 for index, report in reports.items():
-                    shown = {
+                    fields = {
                         "at": format_timestamp(datetime.fromtimestamp(report.at, UTC)),
                         **report.telemetry.model_dump(),
                     }
-                    connection.execute(registry.store_telemetry(self._worker_id, index, shown))
+                    connection.execute(registry.store_telemetry(self._worker_id, index, fields))
         except SQLAlchemyError as error:
             log.info("device telemetry is not stored, the next report will be: %s", error)
 

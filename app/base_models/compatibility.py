@@ -73,8 +73,8 @@ def _of_architecture(folder: ModelFolder, config: Mapping[str, Any]) -> list[Bas
     model_config = folder.read_json("config.json")
     if folder.has_file("adapter_config.json") or creates_model(config):
         return []
-    if wrong := impossible_size(model_config):
-        return [BaseModelError("base_model", f"The model's config.json is invalid: {wrong}; correct it there.")]
+    if problem := impossible_size(model_config):
+        return [BaseModelError("base_model", f"The model's config.json is invalid: {problem}; correct it there.")]
     names = config.get("target_modules")
     has_adapter = method_of(config).adapter != "forbidden" and config.get("lora_r", 1) is not None
     if not has_adapter or not isinstance(names, list):

@@ -81,17 +81,17 @@ def _service_version(client: "Anneal", report: dict[str, Any]) -> str | None:
 def _print_report(report: dict[str, Any]) -> None:
     state = "ready" if report["ready"] else "not ready" if "workers" in report else "down"
     version = f", version {report['version']}" if report["version"] else ""
-    workers, shown = report.get("workers"), {}
+    workers, figures = report.get("workers"), {}
     if workers is not None:
         online = [worker for worker in workers if worker["state"] == "online"]
         names = [f"{worker['host']} ({', '.join(one['name'] for one in worker['devices'])})" for worker in online]
-        shown = {
+        figures = {
             "workers": f"{len(online)} online{': ' if names else ''}{', '.join(names)}",
             "active runs": _count_text(report, "active"),
             "pending runs": _count_text(report, "pending"),
         }
     up = None if report["up_pid"] is None else f"process {report['up_pid']}"
-    print_details({"service": f"{state}{version}", "url": report["url"], "anneal up": up, **shown,
+    print_details({"service": f"{state}{version}", "url": report["url"], "anneal up": up, **figures,
              "data": report["home"], "logs": report["logs"]})  # fmt: skip
     for run in report.get("active", ()):
         step = f"{run['current_step']}/{run['total_steps'] or '?'}"

@@ -35,9 +35,9 @@ def read_rows(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> Da
             raise _unknown_cursor()
         while len(rows) < limit and size < _MOST_BYTES and (raw := stream.readline()):
             line += 1
-            shown = _Cut().cut_value(_parsed_row(raw, line))
-            size += len(json.dumps(shown))
-            rows.append(DatasetRow(line=line, row=shown))
+            cut_row = _Cut().cut_value(_parsed_row(raw, line))
+            size += len(json.dumps(cut_row))
+            rows.append(DatasetRow(line=line, row=cut_row))
         end = stream.tell()
     has_more = end < total
     return DatasetRows(data=rows, has_more=has_more, next=f"{line}.{end}" if has_more else None)

@@ -111,7 +111,7 @@ class _Upload:
         self._wanted_tokenizer: str | None = None
         self._deferred: list[Callable[[], None]] = []
         self._refusal: ApiError | None = None
-        """What is wrong with the file, until the parts behind it are known."""
+        """Error of the file, until the parts behind it are known."""
         self._skipped_bytes = 0
         self._fields: dict[str, bytearray] = {}
         self._file_name: str | None = None

@@ -87,15 +87,15 @@ async def estimate_run(body: RunToEstimate, new: NewRun, settings: CurrentSettin
         expected = KeptEstimate(**dict(computed), eval_split=config.eval_split, stop_at_step=config.stop_at_step)
     run = await backend_or_default(new.request, body.backend).create_run(transaction, probe.probe_request(body))
     await store.store_estimate(transaction.session, run.id, expected)
-    shown = await new.respond_accepted(run)
-    return Estimated(**dict(expected), probe_run_id=run.id, measured=shown.measured, probe=shown.probe)
+    response = await new.respond_accepted(run)
+    return Estimated(**dict(expected), probe_run_id=run.id, measured=response.measured, probe=response.probe)
 
 
 async def _estimate_subject(
     session: AsyncSession, settings: Settings, storage: Storage, body: RunToEstimate
 ) -> Subject:
-    if wrong := list(_wrong_assumptions(body)):
-        raise invalid(wrong)
+    if errors := list(_wrong_assumptions(body)):
+        raise invalid(errors)
     # An estimate must work before the weights are downloaded; a probe loads them.
     validation = await validate_request(
         session, settings, storage, body, needs_weights=body.probe, has_known_gpu=body.device is not None

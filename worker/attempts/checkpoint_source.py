@@ -58,10 +58,10 @@ class CheckpointSource:
             if (copy := self._context.working_copy) is not None:
                 copy.use_entry(run.id, place.parent, check)
                 held.enter_context(copy.fetch_lock(place, check))
-            wrong = manifest.verify(place, checkpoint.manifest_sha256, check)
-            if not wrong:
+            problems = manifest.verify(place, checkpoint.manifest_sha256, check)
+            if not problems:
                 return RestoreResult(RestoreOutcome.WHOLE)
-            result = restore_checkpoint(self._context, run, checkpoint, place, wrong, self._control)
+            result = restore_checkpoint(self._context, run, checkpoint, place, problems, self._control)
         # The configuration of an evaluation does not name the engine that may have a checkpoint without a folder.
         may_be_in_engine = run.task == RunTask.evaluate and not place.exists()
         if result.outcome is RestoreOutcome.BAD and self._marks_corrupt and not may_be_in_engine:

@@ -65,7 +65,7 @@ _UNRECORDED = {
     "head": "trl",
     "norms": "transformers",
 }
-"""What versions used that did not record it."""
+"""Value of versions that did not record it."""
 ON_A_GPU = "A GPU does not always add numbers in the same order."
 
 

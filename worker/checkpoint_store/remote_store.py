@@ -31,7 +31,7 @@ class MissingInStore(Exception):
 
 
 class CorruptInStore(Exception):
-    """What the store has differs from what was written."""
+    """The object store has other bytes than were written."""
 
 
 class LocalCheckpointMissing(Exception):
@@ -215,9 +215,9 @@ class RemoteStore:
                     for piece in self.objects.get(f"{source}/{name}", size):
                         file.write(piece)
                         on_piece()
-            wrong = differences(staging)
-            if wrong:
-                raise CorruptInStore(f"it is corrupt in the storage: {'; '.join(wrong[:3])}")
+            problems = differences(staging)
+            if problems:
+                raise CorruptInStore(f"it is corrupt in the storage: {'; '.join(problems[:3])}")
             folder.parent.mkdir(exist_ok=True)
             manifest.commit(staging, folder, on_piece, aside=own / "replaced")
         except MissingInStore as error:

@@ -104,17 +104,17 @@ def restore_checkpoint(
     run: ClaimedRun,
     checkpoint: Any,
     place: Path,
-    wrong: list[str],
+    problems: list[str],
     restore_control: RestoreControl,
 ) -> RestoreResult:
-    """Replace what is `wrong` at `place` with what the object store has of `checkpoint`, for an attempt of `run`.
+    """Replace what is damaged at `place` by what the object store has of `checkpoint`, for an attempt of `run`.
 
     Raises:
         TransferCancelled: The run is to end or to be released.
         OSError: This worker's own storage cannot take it or has no space for it.
     """
     is_missing = not place.exists()
-    here = "it is not in this worker's storage" if is_missing else "; ".join(wrong[:3])
+    here = "it is not in this worker's storage" if is_missing else "; ".join(problems[:3])
     unusable = RestoreOutcome.ELSEWHERE if is_missing else RestoreOutcome.BAD
     if context.working_copy is None:
         if checkpoint.replicated_at is not None:

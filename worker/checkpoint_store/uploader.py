@@ -270,10 +270,10 @@ class CheckpointUploader:
 
     def _check_corrupt(self, checkpoint: Any, lease_epoch: int, on_piece: Callable[[], None]) -> None:
         """Mark a corrupt checkpoint, unless another worker owns its run by now or the checkpoint was released."""
-        wrong = manifest.verify(self._folder_of(checkpoint), checkpoint.manifest_sha256, on_piece)
-        if not wrong or not self._folder_of(checkpoint).exists():
+        problems = manifest.verify(self._folder_of(checkpoint), checkpoint.manifest_sha256, on_piece)
+        if not problems or not self._folder_of(checkpoint).exists():
             return
-        why = "; ".join(wrong[:3])
+        why = "; ".join(problems[:3])
         with self._engine.begin() as connection:
             is_ours = connection.execute(
                 uploads.claim_upload(checkpoint.id, self._started[checkpoint.id])

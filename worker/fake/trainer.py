@@ -376,9 +376,9 @@ class FakeTrainer:
         if source is None:
             return
         folder = source.path
-        wrong = manifest.verify(folder, source.manifest_sha256)
-        if wrong:
-            raise Failure("internal", f"checkpoint {folder.name} is corrupt: {'; '.join(wrong)}")
+        problems = manifest.verify(folder, source.manifest_sha256)
+        if problems:
+            raise Failure("internal", f"checkpoint {folder.name} is corrupt: {'; '.join(problems)}")
         self.state = _State(**json.loads((folder / "state.json").read_text()))
         self.saved_step = self.state.step
         if self.state.run_id != self.job.run_id:  # a new run that continues another has its own clock and limits

@@ -186,13 +186,13 @@ class _Stream:
 
 
 def _visible_text(text: str, cut: int, redact: Redactor) -> str:
-    shown = plain_line(text)  # first: a color code in the middle of a secret would hide it
-    shown = redact(shown)
+    visible = plain_line(text)  # first: a color code in the middle of a secret would hide it
+    visible = redact(visible)
     if cut:
-        shown = shown[: -redact.longest]  # its end may be the beginning of a secret
-    encoded = shown.encode()
+        visible = visible[: -redact.longest]  # its end may be the beginning of a secret
+    encoded = visible.encode()
     if not cut and len(encoded) <= MAX_LINE_BYTES:
-        return shown
+        return visible
     return encoded[:MAX_LINE_BYTES].decode(errors="ignore") + f" … (cut; {len(text) + cut} characters in all)"
 
 

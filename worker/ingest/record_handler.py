@@ -119,8 +119,8 @@ class RecordHandler:
             self._dispatch_record(record, now, rank)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
             self._budget.spend_bytes(COSTLY_BYTES, time.monotonic())
-            shown = repr(self.log.redactor.cut_text(data.decode(errors="replace"), 200))
-            self.log.log_line(f"the training process sent an invalid record ({error!r}): {shown}", "error")
+            excerpt = repr(self.log.redactor.cut_text(data.decode(errors="replace"), 200))
+            self.log.log_line(f"the training process sent an invalid record ({error!r}): {excerpt}", "error")
 
     def _dispatch_record(self, record: dict[str, Any], now: float, rank: int) -> None:
         ts = record.pop("ts", None) or now

@@ -234,7 +234,7 @@ ActionStatus = Literal["done", "refused", "failed"]
 
 
 class ActionDetails(TypedDict, total=False):
-    """What the result of an action may contain."""
+    """Fields that the result of an action may contain."""
 
     result: Mapping[str, object] | None
     message: str | None

@@ -38,11 +38,11 @@ class HostGuardMiddleware:
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_allowed(_host_name(hosts[0])):
-            shown = to_printable(hosts[0], 80) if hosts else "(none)"
+            host = to_printable(hosts[0], 80) if hosts else "(none)"
             return ApiError(
                 400,
                 "host_not_allowed",
-                f"The host {shown} is not allowed; to allow it, add it to ANNEAL_ALLOWED_HOSTS on the server.",
+                f"The host {host} is not allowed; to allow it, add it to ANNEAL_ALLOWED_HOSTS on the server.",
             )
         origins = headers.getlist("origin")
         if not origins or scope["method"] in _SAFE:

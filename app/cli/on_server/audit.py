@@ -36,8 +36,8 @@ def audit(
         with Session(sync_engine(settings.database_url or "", pool_size=0, name="anneal-audit")) as session:
             calls = session.scalars(query).all()
             if as_json:
-                shown = [AuditView.model_validate(call) for call in calls[:limit]]
-                print_json(Page(data=shown, has_more=len(calls) > limit))
+                entries = [AuditView.model_validate(call) for call in calls[:limit]]
+                print_json(Page(data=entries, has_more=len(calls) > limit))
                 return
             for call in calls[:limit]:
                 what = f"{call.method} {call.route}"

@@ -65,13 +65,13 @@ def create_key(
                 expires_days=expires_days,
                 max_devices=max_devices,
             )
-        shown: dict[str, object] = created.model_dump(include={"id", "name", "scopes", "key"})
+        fields: dict[str, object] = created.model_dump(include={"id", "name", "scopes", "key"})
     else:
-        shown = _create_here(name, scope or ["read", "write"], expires_days, max_devices)
+        fields = _create_here(name, scope or ["read", "write"], expires_days, max_devices)
     if as_json:
-        print_json(shown)
+        print_json(fields)
     else:
-        print_text(shown["key"])
+        print_text(fields["key"])
 
 
 def _create_here(

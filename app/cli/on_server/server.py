@@ -155,8 +155,8 @@ def prune(
         if result.is_busy:
             raise SetupError("Another process is pruning; try again when it has finished.")
         if as_json:
-            shown = ("runs", "checkpoints", "checkpoint_bytes", "months")
-            print_json({"dry_run": dry_run, **{name: getattr(result, name) for name in shown}})
+            counts = ("runs", "checkpoints", "checkpoint_bytes", "months")
+            print_json({"dry_run": dry_run, **{name: getattr(result, name) for name in counts}})
         else:
             typer.echo(result.as_sentence(dry_run))
 

@@ -188,8 +188,8 @@ class WatchState:
         elif isinstance(event, EvalEvent):
             score = event.metrics.get("eval_reward" if self.learns_from_rewards else "eval_loss")
             self.evaluated = score if isinstance(score, int | float) else self.evaluated
-            shown = {name: value for name, value in event.metrics.items() if not name.endswith(_TIMINGS)}
-            return f"step {event.step}  {'  '.join(_metric_figures(shown))}"
+            metrics = {name: value for name, value in event.metrics.items() if not name.endswith(_TIMINGS)}
+            return f"step {event.step}  {'  '.join(_metric_figures(metrics))}"
         elif isinstance(event, SampleEvent) and event.rewards is None:  # those of `rlhf` come with every metric
             prompt, completion = (json.dumps(text, ensure_ascii=False) for text in (event.prompt, event.completion))
             return f"step {event.step}  sample {prompt} -> {completion}"

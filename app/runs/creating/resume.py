@@ -134,25 +134,25 @@ async def _plan_resumed(
         extra_eval_datasets=await service.extra_eval_datasets(session, parent),
         reward_run_ids=await service.reward_run_ids(session, parent),
     )
-    wrong = list[FieldError]()
+    errors = list[FieldError]()
     workers = await read_online_workers(session, settings, parent.backend)
     if requested.devices == "all":
-        plan, wrong = await use_all_devices(session, settings, workers, plan)
+        plan, errors = await use_all_devices(session, settings, workers, plan)
     if request.resources is not None and request.resources.labels:
-        wrong += await label_problems(session, rules, request.resources.labels)
+        errors += await label_problems(session, rules, request.resources.labels)
     resources = plan.resources
-    wrong += backend_problems(settings, rules, resources)
-    wrong += placement_problems(workers, rules, resources)
-    wrong += await check_resources(session, settings, storage, plan, fixed_fields)
+    errors += backend_problems(settings, rules, resources)
+    errors += placement_problems(workers, rules, resources)
+    errors += await check_resources(session, settings, storage, plan, fixed_fields)
     is_whole = resources.devices % resources.sequence_parallel == 0
     if checkpoint is not None and is_whole and _row_shares(resources) != _row_shares(before):
         accumulation = _with_the_same_step(parent, config, before, resources)
         if isinstance(accumulation, FieldError):
-            wrong.append(accumulation)
+            errors.append(accumulation)
         else:
             config = config.model_copy(update={"gradient_accumulation_steps": accumulation})
-    if wrong:
-        raise validation_failed(wrong)
+    if errors:
+        raise validation_failed(errors)
     sharded = bool(parent.requirements.get("sharded"))
     if rules.loads_model and _device_division(resources) != _device_division(before):  # else it is decided
         data = await read_data(session, parent.dataset_id)
@@ -233,9 +233,9 @@ def _merge_configuration(
     merged: dict[str, Any] = {**parent.config, **changed, **request.config}
     user_set_fields = set(parent.user_set_fields) | named_fields(changed) | given_fields(request.config)
     user_config = without_defaults(merged, user_set_fields)
-    wrong, _ = config_problems(BACKEND_RULES.get(parent.backend), user_config, parent.eval_dataset_id is not None)
+    errors, _ = config_problems(BACKEND_RULES.get(parent.backend), user_config, parent.eval_dataset_id is not None)
     reported = {problem.field for problem in refused}
-    problems = refused + [problem for problem in wrong if problem.field.split(".")[0] not in reported]
+    problems = refused + [problem for problem in errors if problem.field.split(".")[0] not in reported]
     if problems:
         raise validation_failed([about_config(problem) for problem in problems])
     return TrainingConfig.model_validate(drop_unknown_fields(merged, user_set_fields)), frozenset(user_set_fields)

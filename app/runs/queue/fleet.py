@@ -76,7 +76,7 @@ class NearFleet:
     fleet: Fleet
     """The worker, the others of its machine, and those that a run holds together with it."""
     holds: StoredHolds
-    """What runs hold; durations only on devices like those of the worker, and only if a hold limits it."""
+    """Holds of runs; durations only on devices like those of the worker, and only if a hold limits it."""
     now: float
     """Unix time of the database."""
 

@@ -68,19 +68,19 @@ def _finite_column(column: str) -> str:
 
 def _own_columns(*, full: bool) -> dict[str, str]:
     """Return the expressions for a run's own columns in a list, by name."""
-    shown = {"id": "runs.id", "last_seq": "runs.event_seq"}
-    shown |= {name: f"runs.{name}" for name in ((*SUMMARY, *FULL) if full else SUMMARY)}
+    values = {"id": "runs.id", "last_seq": "runs.event_seq"}
+    values |= {name: f"runs.{name}" for name in ((*SUMMARY, *FULL) if full else SUMMARY)}
     # JSON has no non-finite numbers.
-    shown |= {name: _finite_column(name) for name in _NUMBERS}
-    shown |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
-    shown["best_eval"] = _BEST_EVAL
+    values |= {name: _finite_column(name) for name in _NUMBERS}
+    values |= {name: f"to_char(runs.{name} AT TIME ZONE 'UTC', '{_RFC_3339}')" for name in _MOMENTS}
+    values["best_eval"] = _BEST_EVAL
     if full:
         # Stored without the values that are not set.
         for name, model in (("resources", Resources), ("requirements", Requirements)):
-            shown[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
-        shown["reward_run_ids"] = _REWARD_RUN_IDS
-        shown["extra_eval_datasets"] = EXTRA_EVAL_DATASETS
-    return shown
+            values[name] = f"cast('{model().model_dump_json()}' AS jsonb) || runs.{name}"
+        values["reward_run_ids"] = _REWARD_RUN_IDS
+        values["extra_eval_datasets"] = EXTRA_EVAL_DATASETS
+    return values
 
 
 def _row_columns() -> dict[str, str]:
@@ -113,13 +113,13 @@ def _row_columns() -> dict[str, str]:
     }
 
 
-def _as_json(shown: dict[str, str], *, strip: bool = False) -> ColumnElement[str]:
+def _as_json(values: dict[str, str], *, strip: bool = False) -> ColumnElement[str]:
     """Return the expression for an object of these values, as a text; with `strip`, without nulls.
 
     Postgres serializes them: parsing, validating and serializing fifty runs in Python takes ten times as long as the
     query. `row_to_json` is quicker than `json_build_object`, and writes no spaces.
     """
-    columns = ", ".join(f"{value} AS {name}" for name, value in shown.items())
+    columns = ", ".join(f"{value} AS {name}" for name, value in values.items())
     row = "json_strip_nulls(row_to_json(shown))" if strip else "row_to_json(shown)"
     return literal_column(f"(SELECT cast({row} AS text) FROM (SELECT {columns}) AS shown)", Text)
 

@@ -197,8 +197,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/attempts/checkpoint_source.py",
-                "            wrong = manifest.verify(place, checkpoint.manifest_sha256, check)\n"
-                "            if not wrong:\n                return RestoreResult(RestoreOutcome.WHOLE)\n",
+                "            problems = manifest.verify(place, checkpoint.manifest_sha256, check)\n"
+                "            if not problems:\n                return RestoreResult(RestoreOutcome.WHOLE)\n",
                 "            return RestoreResult(RestoreOutcome.WHOLE)\n",
             ),
         ),
@@ -211,8 +211,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/checkpoint_store/remote_store.py",
-                "            wrong = differences(staging)\n",
-                "            wrong: list[str] = []\n",
+                "            problems = differences(staging)\n",
+                "            problems: list[str] = []\n",
             ),
         ),
         test="tests/worker/checkpoint_store/test_restore.py::TestTheNextAttempt::test_takes_nothing_that_is_damaged_in_the_store",

@@ -130,9 +130,9 @@ class PromptEncoder:
     def prepare(self, row: dict[str, Any], number: int) -> tuple[dict[str, Any], str]:
         """Return the row in the trainer's format, and its prompt as text."""
         prompt, answer = row["prompt"], row.get("answer")
-        wrong = answer_problem(self._rewards, answer)
-        if wrong is not None:
-            raise BadRow(wrong)
+        problem = answer_problem(self._rewards, answer)
+        if problem is not None:
+            raise BadRow(problem)
         for column in ("tools", "chat_template_kwargs"):
             if row.get(column):
                 remedy = (

@@ -14,7 +14,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """What the attention of a batch needs to know about the positions of all devices."""
+    """Positions of a batch on all devices, as its attention needs them."""
 
     positions: torch.Tensor
     """Shape (sequences or 1, length): positions of the tokens in their texts."""

@@ -42,7 +42,7 @@ class ServiceTrainerMixin(StepMixin, CheckpointMixin, WeightsMixin, EvaluationMi
         self.facts: dict[str, Any] = {}
         """Initial run info, reported with the configuration."""
         self.kernels: dict[str, str] = {}
-        """What computes the parts of the model that have several implementations."""
+        """Implementations of the parts of the model that have several."""
         self.replaced: list[Replacement] = []
         self.gpu_memory = GpuMemory()
         self.recomputed_part = 0.0

@@ -467,8 +467,8 @@ def _find_failure(
         if classify_error(error).code == OUT_OF_MEMORY:
             raise
         return f"it fails: {one_line(error)}"
-    wrong = [difference for difference in differences if not difference <= _CHECKED_TOLERANCE]  # NaN is wrong too
-    return f"its results differ by {max(wrong):.1g} from those of sdpa" if wrong else None
+    excessive = [difference for difference in differences if not difference <= _CHECKED_TOLERANCE]  # NaN is wrong too
+    return f"its results differ by {max(excessive):.1g} from those of sdpa" if excessive else None
 
 
 def _compute_type(tensor: torch.Tensor) -> torch.dtype:

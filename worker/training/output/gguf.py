@@ -154,14 +154,14 @@ def _convert_model(run: TrainingContext, folder: Path, data_type: str) -> None:
         about.write_text(json.dumps({"general.name": name, "general.finetune": run.job.run_id}))
         with _started_process(command, log) as process:
             _wait_with_heartbeats(run, process, file, log)
-        wrong = None if process.returncode == 0 and file.is_file() else _describe_end(process.returncode, log)
+        problem = None if process.returncode == 0 and file.is_file() else _describe_end(process.returncode, log)
     except OSError as error:
-        wrong = f"it cannot be started: {error}"
+        problem = f"it cannot be started: {error}"
     finally:
         log.unlink(missing_ok=True)
         about.unlink(missing_ok=True)
-    if wrong is not None:
-        message = f"The converter of llama.cpp ({converter.name}) could not write `{FILE}`: {wrong}"
+    if problem is not None:
+        message = f"The converter of llama.cpp ({converter.name}) could not write `{FILE}`: {problem}"
         raise TrainingFailure("config_error", message)
 
 

@@ -65,7 +65,7 @@ class StepChoices:
 
 @dataclass(frozen=True)
 class Alternative:
-    """What a micro-batch would need and take, with as few recomputed layers as fit."""
+    """Memory and time of a micro-batch, with as few recomputed layers as fit."""
 
     trial: Trial
     needed_bytes: int

@@ -144,19 +144,19 @@ class _RequestCheck:
         machines = online_machines(self.workers, self.rules, wants_gpu=wants_gpu)
         # In a thread, also below: a configuration of a megabyte takes a while, which must not block other requests.
         await release_connection(self.session)
-        wrong, self.machine = await asyncio.to_thread(
+        errors, self.machine = await asyncio.to_thread(
             config_problems, self.rules, config, self.has_eval_dataset, self.data_format, machines
         )
-        wrong += await reward_problems(self.settings, config)
-        reported = {problem.field for problem in wrong}
+        errors += await reward_problems(self.settings, config)
+        reported = {problem.field for problem in errors}
         missing = await destination_problems(self.session, self.settings, config)
         if self.rules is not None and self.rules.options is None:
             for check in (plugin_problems, package_problems):
                 refused, warned = check(self.workers, config)
                 missing += refused
                 result.warnings += [about_config(problem) for problem in warned]
-        wrong += [problem for problem in missing if problem.field not in reported]
-        result.errors += [about_config(problem) for problem in wrong]
+        errors += [problem for problem in missing if problem.field not in reported]
+        result.errors += [about_config(problem) for problem in errors]
 
     async def plan_run(self, rules: BackendRules) -> None:
         """Plan the run, and check its resources; for a request that is valid otherwise."""
@@ -175,14 +175,14 @@ class _RequestCheck:
             base_run_id=result.base_run_id,
             reward_run_ids=result.reward_run_ids,
         )
-        wrong = list[FieldError]()
+        errors = list[FieldError]()
         if devices == "all":
-            plan, wrong = await use_all_devices(self.session, self.settings, self.workers, plan)
-            if not wrong:
-                wrong += placement_problems(self.workers, rules, plan.resources)
-        wrong += await check_resources(self.session, self.settings, self.storage, plan)
-        result.errors += wrong
-        result.plan = None if wrong else plan
+            plan, errors = await use_all_devices(self.session, self.settings, self.workers, plan)
+            if not errors:
+                errors += placement_problems(self.workers, rules, plan.resources)
+        errors += await check_resources(self.session, self.settings, self.storage, plan)
+        result.errors += errors
+        result.plan = None if errors else plan
 
     def add_warnings(self, plan: RunPlan) -> None:
         """Resolve the configuration for the machines that are online, and warn of what is unusual or replaced."""

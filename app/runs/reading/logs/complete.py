@@ -142,12 +142,12 @@ def _decompress_gzip(pieces: Iterator[bytes]) -> Iterator[bytes]:
         data = piece
         while data:
             try:
-                shown = decompressor.decompress(data, _CHUNK_BYTES)
+                text = decompressor.decompress(data, _CHUNK_BYTES)
             except zlib.error as error:
                 raise OSError(f"the file is damaged ({error})") from None
-            text_bytes += len(shown)
-            if shown:
-                yield shown
+            text_bytes += len(text)
+            if text:
+                yield text
             data = decompressor.unconsumed_tail
         if decompressor.unused_data:
             raise OSError("the file is damaged (its text has ended before)")
@@ -188,7 +188,7 @@ def _text_of(line: bytes) -> bytes:
 def _parse_line(line: bytes) -> CompleteLogLine:
     fields = line.decode(errors="replace").split(" ", _HEAD_FIELDS)
     try:
-        when, stream, level, shown = fields
-        return CompleteLogLine(ts=datetime.fromisoformat(when).astimezone(UTC), line=shown, stream=stream, level=level)
+        when, stream, level, text = fields
+        return CompleteLogLine(ts=datetime.fromisoformat(when).astimezone(UTC), line=text, stream=stream, level=level)
     except (ValueError, OverflowError):  # the file was written by something else
         return CompleteLogLine(ts=datetime.fromtimestamp(0, UTC), line=" ".join(fields), stream="stdout", level="info")

@@ -28,10 +28,10 @@ async def read_lines(
         query = query.where(RunEvent.seq < before)
     order = RunEvent.seq if after is not None else RunEvent.seq.desc()
     rows = (await session.execute(query.order_by(order).limit(limit + 1))).all()
-    shown = rows[:limit] if after is not None else rows[:limit][::-1]
+    page = rows[:limit] if after is not None else rows[:limit][::-1]
     log_lines = [
         LogLine(seq=seq, ts=ts, attempt=attempt, line=line or "", stream=stream or "stdout", level=level or "info")
-        for seq, ts, attempt, line, stream, level in shown
+        for seq, ts, attempt, line, stream, level in page
     ]
     return log_lines, len(rows) > limit
 

@@ -31,18 +31,18 @@ async def list_checkpoints(run_id: str, session: Session, paging: PageQuery) -> 
 async def get_checkpoint(run_id: str, checkpoint_id: str, session: Session) -> CheckpointRead:
     """Get a checkpoint."""
     run = await get_run(session, run_id)
-    (shown,) = await _mark_best(session, run.id, [await service.get_checkpoint(session, run.id, checkpoint_id)])
-    return shown
+    (response,) = await _mark_best(session, run.id, [await service.get_checkpoint(session, run.id, checkpoint_id)])
+    return response
 
 
 @router.patch("/{checkpoint_id}")
 async def edit_checkpoint(run_id: str, checkpoint_id: str, body: CheckpointEdit, session: Session) -> CheckpointRead:
     """Pin or unpin a checkpoint."""
     run = await get_run(session, run_id)
-    (shown,) = await _mark_best(
+    (response,) = await _mark_best(
         session, run.id, [await service.pin_checkpoint(session, run.id, checkpoint_id, body.pinned)]
     )
-    return shown
+    return response
 
 
 @router.get(
