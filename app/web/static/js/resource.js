@@ -83,11 +83,15 @@ export function useResource(read, key, { keep = true, everyMs } = {}) {
 export function useAction() {
   const [state, setState] = useState({ busy: false, error: /** @type {ApiError | null} */ (null) });
   const isMounted = useRef(true);
+  // Beside the state, which a second click in the same moment does not see yet.
+  const isBusy = useRef(false);
   useEffect(() => () => void (isMounted.current = false), []);
   return {
     ...state,
     clear: () => setState({ busy: false, error: null }),
     run: async (work) => {
+      if (isBusy.current) return;
+      isBusy.current = true;
       setState({ busy: true, error: null });
       try {
         await work();
@@ -99,6 +103,8 @@ export function useAction() {
             : new ApiError(0, 'internal', `This page failed (${error}). Reload it, and try again.`);
         if (isMounted.current) setState({ busy: false, error: failure });
         if (failure !== error) throw error;
+      } finally {
+        isBusy.current = false;
       }
     },
   };
