@@ -4,15 +4,11 @@ Not `huggingface_hub`: it has one HTTP client for the whole process, blocks, and
 """
 
 import asyncio
-import ipaddress
 import json
 import re
-import socket
-import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,12 +17,9 @@ import httpx
 
 from anneal.contracts.errors import FieldError
 from anneal.contracts.schemas.datasets import HubImport
-from anneal.settings import proxy_of
 from app.api.errors import ApiError, invalid, to_printable
 from app.config import hub_endpoint
-
-_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
-
+from app.infra.guarded_http import AddressRefused, GuardedTransport
 
 _MAX_LISTING_BYTES = 16 * 1024**2
 _MAX_FILES = 10_000
@@ -66,27 +59,17 @@ class HubUnreachable(Exception):
     """No connection to the hub can be opened; the message is the reason."""
 
 
-@cache
-def _tls_context() -> ssl.SSLContext:
-    """Return the TLS context of all clients: reading it takes 30 ms, in which the event loop serves no request."""
-    return httpx.create_ssl_context()
+class _HubTransport(GuardedTransport):
+    """Transport that refuses compressed responses and does not read bodies of redirects.
 
-
-class _GuardedTransport(httpx.AsyncBaseTransport):
-    """HTTP transport that connects only to the hub, to a proxy from the environment, or to public addresses.
-
-    It resolves a name once, checks the address and connects to that address, because a second lookup could return
-    a different one (DNS rebinding). Compressed responses are rejected and bodies of redirects not read: httpx would
-    expand or read them whole, and a few bytes can expand to gigabytes.
+    httpx would expand or read them whole, and a few bytes can expand to gigabytes.
     """
 
-    def __init__(self, hub: str) -> None:
-        self._hub = hub
-        self._tls = _tls_context()
-        self._transports: dict[str, httpx.AsyncHTTPTransport] = {}
-
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        response = await self._send_guarded(request)
+        try:
+            response = await super().handle_async_request(request)
+        except AddressRefused as error:
+            raise _Unusable(f"it redirected to {error.host}, which {error.problem}") from None
         codings = {coding.strip().lower() for coding in response.headers.get("content-encoding", "").split(",")}
         if not (response.has_redirect_location or codings & _COMPRESSIONS):
             return response
@@ -94,49 +77,6 @@ class _GuardedTransport(httpx.AsyncBaseTransport):
         if response.has_redirect_location:
             return httpx.Response(response.status_code, headers={"Location": response.headers["location"]})
         raise _Unusable(f"{request.url.host} compressed its response, which was not requested")
-
-    async def _send_guarded(self, request: httpx.Request) -> httpx.Response:
-        host = request.url.host
-        if proxy := proxy_of(str(request.url)):
-            # The proxy decides which hosts are reachable.
-            return await self._transport_of(f"proxy {proxy}", proxy).handle_async_request(request)
-        if host == self._hub:
-            return await self._transport_of(host).handle_async_request(request)
-        failed: httpx.TransportError | None = None
-        for address in await _public_addresses(host):
-            direct = httpx.Request(
-                request.method,
-                request.url.copy_with(host=address),
-                headers=request.headers,
-                stream=request.stream,
-                extensions={**request.extensions, "sni_hostname": host},
-            )
-            try:
-                return await self._transport_of(host).handle_async_request(direct)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                failed = error
-        raise failed or _Unusable(f"it redirected to {host}, which cannot be resolved")
-
-    async def aclose(self) -> None:
-        for transport in self._transports.values():
-            await transport.aclose()
-
-    def _transport_of(self, name: str, proxy: str | None = None) -> httpx.AsyncHTTPTransport:
-        """Return the transport of a host name; separate ones keep connections from being reused for another host."""
-        if name not in self._transports:
-            self._transports[name] = httpx.AsyncHTTPTransport(verify=self._tls, proxy=proxy)
-        return self._transports[name]
-
-
-async def _public_addresses(host: str) -> list[str]:
-    try:
-        resolved = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        raise _Unusable(f"it redirected to {host}, which cannot be resolved") from None
-    addresses = list(dict.fromkeys(str(item[4][0]) for item in resolved))
-    if not all(is_public(address) for address in addresses):
-        raise _Unusable(f"it redirected to {host}, which has a private network address")
-    return addresses
 
 
 @asynccontextmanager
@@ -149,7 +89,7 @@ async def open_client(token: str | None = None) -> AsyncIterator[httpx.AsyncClie
     async with httpx.AsyncClient(
         base_url=endpoint,
         headers={"Accept-Encoding": "identity"} | ({} if token is None else {"Authorization": f"Bearer {token}"}),
-        transport=_GuardedTransport(endpoint.host),
+        transport=_HubTransport({endpoint.raw_host.decode("ascii")}),
         timeout=httpx.Timeout(30.0),
         follow_redirects=True,
         max_redirects=5,
@@ -335,23 +275,3 @@ def _bad_gateway(why: str) -> ApiError:
         "dataset's file, or put the model's folder below ANNEAL_MODELS_ROOT."
     )
     return ApiError(502, "hub_unusable", detail)
-
-
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-
-def is_public(address: str) -> bool:
-    """Return True if an address is public, and so is any IPv4 address embedded in it."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    if ip.version == 6:
-        inside = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if ip in _NAT64:
-            inside = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inside is not None:
-            return is_public(str(inside))
-        if ip.is_site_local:  # deprecated, but networks still route it
-            return False
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved and ip not in _PROTOCOLS
