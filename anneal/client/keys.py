@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from anneal.client.api_resource import UNSET, ApiResource, Unset, without_none, without_unset
 from anneal.client.sync_async import M, call, stream
-from anneal.contracts.schemas.api_keys import KeyCreated, KeyScope, KeyView
+from anneal.contracts.schemas.administration.api_keys import KeyCreated, KeyScope, KeyView
 
 
 class Keys(ApiResource[M]):

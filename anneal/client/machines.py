@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from anneal.client.api_resource import ApiResource
 from anneal.client.sync_async import M, call, stream
-from anneal.contracts.schemas.api_keys import LinkRead
+from anneal.contracts.schemas.administration.api_keys import LinkRead
 from anneal.contracts.schemas.health import Ready
 from anneal.contracts.schemas.models import ModelRead
 from anneal.contracts.schemas.page import Page

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anneal.client.api_resource import ApiResource, request_body, without_none
-from anneal.client.curve_plot import CurvePlot
 from anneal.client.download import download_file, download_files
 from anneal.client.event_stream import Follower
-from anneal.client.metrics_frame import metrics_frame
+from anneal.client.notebook.curve_plot import CurvePlot
+from anneal.client.notebook.metrics_frame import metrics_frame
 from anneal.client.sync_async import M, call, stream
 from anneal.contracts.events import AnyEvent, EvalEvent, MetricEvent, StatusEvent
 from anneal.contracts.field_types import GgufType

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Response
 
-from anneal.contracts.schemas.api_keys import KeyCreate, KeyCreated, KeyEdit, KeyView
+from anneal.contracts.schemas.administration.api_keys import KeyCreate, KeyCreated, KeyEdit, KeyView
 from anneal.contracts.schemas.page import Page
 from app.api.authorization import AdminOnly, CurrentCaller
 from app.api.dependencies import Session

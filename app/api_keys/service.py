@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from anneal.contracts.field_types import changed_fields
-from anneal.contracts.schemas.api_keys import KeyCreate, KeyEdit, KeyView
+from anneal.contracts.schemas.administration.api_keys import KeyCreate, KeyEdit, KeyView
 from app.api.authorization import SCOPES
 from app.api.errors import conflict, not_found
 from app.api.pagination import Paging, fetch_page

@@ -3,7 +3,13 @@
 from fastapi import APIRouter, Depends, Request, Response
 from sqlalchemy import select
 
-from anneal.contracts.schemas.api_keys import LinkRead, SessionCreate, SessionRead, TicketCreate, TicketRead
+from anneal.contracts.schemas.administration.api_keys import (
+    LinkRead,
+    SessionCreate,
+    SessionRead,
+    TicketCreate,
+    TicketRead,
+)
 from app.api.authorization import Caller, CurrentCaller
 from app.api.dependencies import Session
 from app.api.errors import ApiError, not_found

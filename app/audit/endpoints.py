@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
-from anneal.contracts.schemas.audit import AuditView
+from anneal.contracts.schemas.administration.audit import AuditView
 from anneal.contracts.schemas.page import Page
 from app.api.authorization import AdminOnly
 from app.api.dependencies import Session

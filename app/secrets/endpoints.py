@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from anneal.contracts.schemas.secrets import SecretList, SecretValue, SecretView
+from anneal.contracts.schemas.administration.secrets import SecretList, SecretValue, SecretView
 from app.api.authorization import AdminOnly, CurrentCaller
 from app.api.dependencies import CurrentSettings, Session
 from app.secrets import service

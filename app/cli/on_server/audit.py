@@ -22,7 +22,7 @@ def audit(
     """
     from sqlalchemy.orm import Session
 
-    from anneal.contracts.schemas.audit import AuditView
+    from anneal.contracts.schemas.administration.audit import AuditView
     from anneal.contracts.schemas.page import Page
     from app.audit.log import Filters, select_entries
     from app.infra.clock import utc_now

@@ -21,7 +21,7 @@ from app.cli.errors import environment_settings, plain_errors, settings_with_url
 from app.infra.errors import SetupError
 
 if TYPE_CHECKING:
-    from anneal.contracts.schemas.api_keys import KeyView
+    from anneal.contracts.schemas.administration.api_keys import KeyView
 
 keys = typer.Typer(
     cls=CommandGroup,
@@ -143,7 +143,7 @@ def edit_key(
 def _edit_here(key_id: str, changes: dict[str, Any]) -> "KeyView":
     from pydantic import ValidationError
 
-    from anneal.contracts.schemas.api_keys import KeyEdit
+    from anneal.contracts.schemas.administration.api_keys import KeyEdit
     from app.api_keys.service import edit_key_sync
 
     with plain_errors():

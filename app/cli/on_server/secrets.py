@@ -52,7 +52,7 @@ def list_secrets(as_json: AsJson = False) -> None:
 
     Example: `anneal secrets list`
     """
-    from anneal.contracts.schemas.secrets import SecretList, SecretView
+    from anneal.contracts.schemas.administration.secrets import SecretList, SecretView
     from app.infra.db import sync_engine
     from app.secrets import store
 

@@ -13,7 +13,7 @@ import httpx
 import psycopg
 import pytest
 
-from anneal.contracts.schemas.api_keys import KeyView
+from anneal.contracts.schemas.administration.api_keys import KeyView
 from app.api.authorization import is_public_call
 from app.api_keys import verifier
 from app.api_keys.failure_limit import FAILURE_INTERVAL_SECONDS, FailureLimit

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from sqlalchemy import Engine
 
-from anneal.contracts.schemas.api_keys import KeyEdit
+from anneal.contracts.schemas.administration.api_keys import KeyEdit
 from app.api.dependencies import get_session
 from app.api_keys.service import create_key_sync, edit_key_sync, list_keys_sync, revoke_key_sync
 from app.audit.middleware import CHANGES_NOTHING

@@ -172,7 +172,7 @@ def test_the_key_file_may_lie_elsewhere(settings: Settings, tmp_path: Path) -> N
 
 
 def test_no_representation_of_a_request_shows_the_value() -> None:
-    from anneal.contracts.schemas.secrets import SecretValue
+    from anneal.contracts.schemas.administration.secrets import SecretValue
 
     body = SecretValue.model_validate_json(json.dumps({"value": TOKEN}))
     assert TOKEN not in repr(body) and TOKEN not in body.model_dump_json()

@@ -12,7 +12,7 @@ from PIL import Image
 from sqlalchemy import Engine
 
 from anneal.client.client import Anneal
-from anneal.client.curve_plot import CurvePlot
+from anneal.client.notebook.curve_plot import CurvePlot
 from anneal.contracts.events import EvalEvent, MetricEvent
 from app.infra.db import sync_engine
 from tests.factories import Trainer, make_dataset, make_run
