@@ -132,6 +132,9 @@ class Settings(HomeSettings):
     """Token of a Ray cluster with `RAY_AUTH_MODE=token`."""
     log_format: Literal["json", "console"] | None = None
     """Log format of the API and workers; unset: `console` on a terminal, `json` otherwise."""
+    webhook_private_hosts: str = ""
+    """Hosts inside your network that webhooks may call, also over plain HTTP, as comma-separated names or addresses
+    (`mattermost.internal, 10.1.2.3`); unset: webhooks call only public HTTPS addresses."""
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
     allowed_origins: str = ""
@@ -156,6 +159,17 @@ class Settings(HomeSettings):
                 "https://dashboards.example.com or http://localhost:3000, in lower case, without a path, and never *"
             )
         return origins
+
+    @field_validator("webhook_private_hosts")
+    @classmethod
+    def _check_webhook_hosts(cls, hosts: str) -> str:
+        wrong = [host for host in _split_list(hosts) if re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-f:.]+", host) is None]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0][:200]!r} is not a host: write names or addresses without scheme, port and path, such as "
+                "mattermost.internal"
+            )
+        return hosts
 
     @field_validator("gpu_hour_prices")
     @classmethod
@@ -258,6 +272,11 @@ class Settings(HomeSettings):
     def foreign_origins(self) -> tuple[str, ...]:
         """Origins of other sites whose pages may call the API."""
         return tuple(_split_list(self.allowed_origins))
+
+    @property
+    def private_webhook_hosts(self) -> frozenset[str]:
+        """Hosts inside the network that webhooks may call."""
+        return frozenset(_split_list(self.webhook_private_hosts.lower()))
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ import app.runs.state.artifacts.endpoints
 import app.runs.state.checkpoints.endpoints
 import app.secrets.endpoints
 import app.web.endpoints
+import app.webhooks.endpoints
 import app.workers.endpoints
 from anneal.contracts.backends import BACKEND_RULES, WORKER_BACKENDS
 from app.api import docs_page, errors, openapi
@@ -66,6 +67,7 @@ from app.runs.events.responses import OpenStreams
 from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.eta import EtaService
+from app.webhooks.sender import WebhookSender
 
 DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
 
@@ -129,6 +131,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.api_keys.endpoints,
         app.api_keys.sessions,
         app.secrets.endpoints,
+        app.webhooks.endpoints,
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
@@ -188,6 +191,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         else CeleryBackend(rules, sessions, settings, storage, queue, streams)
         for name, rules in BACKEND_RULES.items()
     }
+    sending = async_engine(settings.database_url or "", pool_size=1)
+    webhooks = WebhookSender(sending, settings)
     api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.estimate_turns = EstimateTurns()
     api.state.open_downloads = OpenDownloads(DOWNLOADS_PER_KEY)
@@ -205,6 +210,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     await queue.start()
     await dispatcher.start()
     await ray_jobs.start()
+    await webhooks.start()
     sweeping = app.datasets.service.sweep_in_background(sessions, storage)
     pruning = app.runs.retention.in_background(engine, storage, settings)
     try:
@@ -212,12 +218,14 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     finally:
         sweeping.cancel()
         pruning.cancel()
+        await webhooks.stop()
         await ray_jobs.stop()
         await dispatcher.stop()
         await streams.close()
         await queue.close()
         await dispatching.dispose()
         await placing.dispose()
+        await sending.dispose()
         await engine.dispose()
         await reading.dispose()
         await asyncio.to_thread(api.state.tracing.close)

@@ -5,13 +5,16 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Collection
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 import httpx
 
 from anneal.settings import proxy_of
 
 _PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")
+# uvloop has four threads for all lookups of the process, which a few names without an answer would keep from the rest.
+_lookups = ThreadPoolExecutor(64, "lookup")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
@@ -78,7 +81,8 @@ class GuardedTransport(httpx.AsyncBaseTransport):
 async def public_addresses(host: str) -> list[str]:
     """Return the addresses of a host; raises `AddressRefused` if one of them is not public, or there is none."""
     try:
-        resolved = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        lookup = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+        resolved = await asyncio.get_running_loop().run_in_executor(_lookups, lookup)
     except (OSError, UnicodeError):
         raise AddressRefused(host, "cannot be resolved") from None
     addresses = list(dict.fromkeys(str(item[4][0]) for item in resolved))

@@ -23,6 +23,13 @@ async def put_secret(session: AsyncSession, settings: Settings, name: str, value
     except ValueError as error:
         field = "name" if str(error).startswith("a name") else "value"
         raise invalid([FieldError(field=field, code="invalid", message=str(error))]) from None
+    return await put_own_secret(session, settings, name, value, created_by)
+
+
+async def put_own_secret(
+    session: AsyncSession, settings: Settings, name: str, value: str, created_by: str | None
+) -> Secret:
+    """Store a secret of the service itself, whose name has a `:`, so that no call lists, replaces or deletes it."""
     keyring = await _with_keys(session, lambda connection: store.encryption_keyring(connection, settings))
     statement = store.put_secret(keyring, name, value, created_by)
     secret: Secret = (await session.scalars(statement, execution_options={"populate_existing": True})).one()

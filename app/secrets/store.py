@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, Select, delete, func, select, update
+from sqlalchemy import Connection, Delete, Select, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete, ReturningInsert
 
-from anneal.contracts.schemas.secrets import VALUE
+from anneal.contracts.schemas.administration.secrets import VALUE
 from app.config import Settings
 from app.secrets.keyring import Keyring
 from app.tables.administration.secrets import Secret
@@ -18,7 +18,8 @@ HF_TOKEN = "hf_token"
 WANDB_API_KEY = "wandb_api_key"
 
 NAME = r"[a-z][a-z0-9_]{0,62}"
-
+_IS_OWN = Secret.name.contains(":")
+"""Condition that a secret is one of the service itself, such as that of a webhook."""
 
 SHOWN = (Secret.name, Secret.key_id, Secret.created_at, Secret.updated_at)
 
@@ -39,13 +40,18 @@ def put_secret(keyring: Keyring, name: str, value: str, created_by: str | None) 
 
 
 def select_secrets() -> Select[Any]:
-    """Select all secrets, sorted by name."""
-    return select(Secret).order_by(Secret.name)
+    """Select all secrets that users set, sorted by name."""
+    return select(Secret).where(~_IS_OWN).order_by(Secret.name)
 
 
 def remove_secret(name: str) -> ReturningDelete[Any]:
-    """Delete a secret; return its name if it existed."""
-    return delete(Secret).where(Secret.name == name).returning(Secret.name)
+    """Delete a secret that users set; return its name if it existed."""
+    return delete(Secret).where(Secret.name == name, ~_IS_OWN).returning(Secret.name)
+
+
+def remove_own_secret(name: str) -> Delete:
+    """Delete a secret of the service itself."""
+    return delete(Secret).where(Secret.name == name, _IS_OWN)
 
 
 def select_sealed(names: Iterable[str]) -> "Select[str, str, bytes]":

@@ -9,15 +9,21 @@ their order, and writers of different runs do not wait for each other.
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from app.webhooks.outbox import ENQUEUE_TAKEN
+
 _AT_ONCE = 20_000
 _NUMBER = text(
-    """
+    f"""
     WITH taken AS (
         DELETE FROM event_feed_queue
         WHERE position IN (SELECT position FROM event_feed_queue ORDER BY position LIMIT :limit)
         RETURNING position, run_id, seq
+    ), numbered AS (
+        INSERT INTO event_feed (run_id, seq) SELECT run_id, seq FROM taken ORDER BY position
+    ), enqueued AS (
+        {ENQUEUE_TAKEN}
     )
-    INSERT INTO event_feed (run_id, seq) SELECT run_id, seq FROM taken ORDER BY position
+    SELECT count(*) FROM taken
     """
 )
 NEWEST = text("SELECT max(number) FROM event_feed")
@@ -44,5 +50,9 @@ Events of runs that are being deleted are left out. A row with the id `TRUNCATED
 
 
 async def number_events(connection: AsyncConnection) -> int:
-    """Assign numbers to the events that wait, and return how many; the caller holds the lock of the dispatcher."""
-    return (await connection.execute(_NUMBER, {"limit": _AT_ONCE})).rowcount
+    """Assign numbers to the events that wait, with their deliveries to webhooks, and return how many there were.
+
+    The caller holds the lock of the dispatcher.
+    """
+    numbered: int = (await connection.execute(_NUMBER, {"limit": _AT_ONCE})).scalar_one()
+    return numbered

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Executable, and_, case, func, or_, update
 from anneal.contracts.run_status import LIVE
 from app.infra.db import interval_seconds
 from app.runs.state.transitions import devices, run_parts, runs
+from app.tables.webhooks import WebhookDelivery
 from app.tables.workers import Worker
 
 _IMPOSSIBLE_LEASES = 10
@@ -44,6 +45,9 @@ def follow_clock(lease_seconds: float, change_seconds: float) -> list[Executable
     if change_seconds < 0:
         paused_until = func.greatest(devices.c.paused_until + interval_seconds(change_seconds), now)
         statements.append(update(devices).where(devices.c.paused_until > now).values(paused_until=paused_until))
+        next_attempt_at = func.greatest(WebhookDelivery.next_attempt_at + interval_seconds(change_seconds), now)
+        is_paused = (WebhookDelivery.status == "pending") & (WebhookDelivery.next_attempt_at > now)
+        statements.append(update(WebhookDelivery).where(is_paused).values(next_attempt_at=next_attempt_at))
     return statements
 
 

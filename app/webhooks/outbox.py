@@ -1,0 +1,54 @@
+"""Outbox of webhooks: the rows of `webhook_deliveries`, made from the queue of the event feed.
+
+The transaction that stores an event also queues it for the feed (a trigger of `run_events`), whether or not there are
+webhooks, so writers of events do nothing for webhooks. The statement that takes an event from that queue to number it
+also inserts its deliveries: either both are committed or neither is, and an event that is still queued gets them in the
+next round. So a process that is killed between the commit of an event and its sending loses nothing.
+"""
+
+
+def _utc(column: str) -> str:
+    return f"""to_char({column} AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.MS"Z"')"""
+
+
+NEW_DELIVERY_ID = (
+    "('whd_' || lpad(to_hex(CAST(extract(epoch FROM clock_timestamp()) * 1000000 AS bigint)), 14, '0')"
+    " || substr(replace(CAST(gen_random_uuid() AS text), '-', ''), 1, 12))"
+)
+"""SQL expression for an id that sorts by time of creation: microseconds and 48 random bits."""
+
+_RUN = f"""json_build_object(
+    'id', r.id, 'name', r.name, 'experiment_id', r.experiment_id, 'tags', r.tags, 'task', r.task,
+    'method', r.method, 'base_model', r.base_model, 'status', r.status, 'attempt', r.attempt,
+    'current_step', r.current_step, 'total_steps', r.total_steps, 'best_loss', r.best_loss,
+    'end_reason', r.end_reason, 'error_code', r.error_code, 'error_message', r.error_message,
+    'started_at', {_utc("r.started_at")}, 'finished_at', {_utc("r.finished_at")}
+)"""
+
+# Without enabled webhooks, the first condition ends the statement before it joins anything. The second one leaves out
+# the history of imported runs; the clocks of workers may be behind.
+ENQUEUE_TAKEN = f"""
+    INSERT INTO webhook_deliveries (id, webhook_id, type, run_id, seq, ts, event, run)
+    SELECT {NEW_DELIVERY_ID}, w.id, e.type, e.run_id, e.seq, e.ts, e.data, {_RUN}
+    FROM (SELECT * FROM taken ORDER BY position) AS taken
+    JOIN run_events AS e USING (run_id, seq) JOIN runs AS r ON r.id = e.run_id
+    JOIN webhooks AS w ON w.enabled AND e.type = ANY (w.types)
+    WHERE EXISTS (SELECT FROM webhooks WHERE enabled)
+        AND e.ts > w.created_at - interval '1 hour'
+        AND coalesce(r.experiment_id = w.filter ->> 'experiment_id', true)
+        AND coalesce(r.base_model = w.filter ->> 'base_model', true)
+        AND coalesce(r.task = w.filter ->> 'task', true)
+        AND coalesce(jsonb_exists(r.tags, w.filter ->> 'tag'), true)
+        AND coalesce(jsonb_exists(w.filter -> 'status',
+            CASE e.type WHEN 'end' THEN e.data ->> 'status' WHEN 'status' THEN e.data ->> 'to' ELSE r.status END), true)
+"""
+"""SQL that inserts the deliveries of the events in `taken` (position, run_id, seq), a common table expression."""
+
+ENQUEUE_DELETED = f"""
+    WITH taken AS (
+        DELETE FROM event_feed_queue WHERE run_id IN (SELECT run_id FROM run_deletions)
+        RETURNING position, run_id, seq
+    )
+    {ENQUEUE_TAKEN}
+"""
+"""SQL that inserts the deliveries of runs that are about to be deleted, of events which the feed has not numbered."""
