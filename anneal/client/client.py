@@ -24,6 +24,7 @@ from anneal.client.machines import Models, Service, Workers
 from anneal.client.runs import Runs
 from anneal.client.sync_async import Async, M, Sync
 from anneal.client.transport import AsyncTransport, OnRetry, Session, SyncTransport
+from anneal.client.webhooks import Webhooks
 from anneal.settings import ClientSettings
 
 PATIENCE = 15.0
@@ -44,6 +45,7 @@ class _Client(Generic[M]):
         self.keys: Keys[M] = Keys(session, is_async)
         self.runs: Runs[M] = Runs(session, is_async)
         self.service: Service[M] = Service(session, is_async)
+        self.webhooks: Webhooks[M] = Webhooks(session, is_async)
         self.workers: Workers[M] = Workers(session, is_async)
 
 

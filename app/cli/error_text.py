@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 _COMMANDS = (
     (r"GET /v1/runs/([^/\s]+)/actions", r"`anneal actions list \1`"),
     (r"GET /v1/runs/([^/\s]+)/checkpoints", r"`anneal runs checkpoints \1`"),
+    (r"GET /v1/webhooks/\{id\}/deliveries", "`anneal webhooks deliveries`"),
+    (r'PATCH it with \{"enabled": true\} first', "edit it with `--enable` first"),
     (r"GET …/(checkpoints|logs)\b", r"`anneal runs \1`"),
     (r"GET /v1/runs\?status=(\w+)", r"`anneal runs list --status \1`"),
-    (r"GET /v1/(actions|datasets|experiments|keys|runs|secrets|workers)\b", r"`anneal \1 list`"),
+    (r"GET /v1/(actions|datasets|experiments|keys|runs|secrets|webhooks|workers)\b", r"`anneal \1 list`"),
     (r"GET /v1/backends\b", "`anneal runs create --help`"),
     (r"POST /v1/datasets\b", "`anneal datasets upload`"),
     (r"POST /v1/experiments\b", "`anneal experiments create`"),

@@ -24,6 +24,7 @@ NOUNS = {
     "experiments": "app.cli.experiments",
     "models": "app.cli.models",
     "runs": "app.cli.runs.commands",
+    "webhooks": "app.cli.webhooks",
     "workers": "app.cli.workers",
 }
 """Groups of commands that call the HTTP API, with their modules, which are imported only when a command needs them."""

@@ -54,7 +54,8 @@ def problem(command: str) -> str | None:
         names.append(words.pop(0))
         if _command(*names) is None:
             return names[-1]
-    options = {option for parameter in _command(*names).params for option in parameter.opts} | _GLOBAL
+    parameters = _command(*names).params
+    options = {option for it in parameters for option in (*it.opts, *it.secondary_opts)} | _GLOBAL
     return next((word for word in words if re.match(r"--?[a-z]", word) and word not in options), None)
 
 
