@@ -17,6 +17,8 @@ PAGES = (
     "/experiments/{experiment_id}",
     "/datasets",
     "/datasets/{dataset_id}",
+    "/webhooks",
+    "/webhooks/{webhook_id}",
     "/workers",
     "/new",
     "/login",

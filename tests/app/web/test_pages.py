@@ -238,6 +238,38 @@ class TestDatasets:
         assert page.url.endswith("/datasets")
 
 
+class TestWebhooks:
+    def test_webhook_is_created_tested_sent_again_rotated_and_deleted(
+        self, page: Page, shared_api: ApiServer, tolerated: list[str]
+    ) -> None:
+        tolerated.append("status of 422")
+        page.goto("/webhooks")
+        page.get_by_role("button", name="New webhook").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Address").fill("https://127.0.0.1/hook")
+        dialog.get_by_label("Status changes").check()
+        dialog.get_by_role("button", name="Create").click()
+        expect(dialog).to_contain_text("has a private network address")
+        dialog.get_by_label("Address").fill("https://hooks.invalid/hook")
+        dialog.get_by_role("button", name="Create").click()
+        expect(dialog).to_contain_text("whsec_")
+        dialog.get_by_role("button", name="It is stored").click()
+        expect(page.get_by_role("heading", name="hooks.invalid")).to_be_visible()
+        expect(page.get_by_text("Ends of runs, Status changes")).to_be_visible()
+        page.get_by_role("button", name="Send a test").click()
+        row = page.get_by_role("row").filter(has_text="test")
+        expect(row).to_contain_text("hooks.invalid cannot be resolved.")
+        expect(page.get_by_text("failing since")).to_be_visible()
+        row.get_by_role("button", name="Send again").click()
+        page.get_by_role("button", name="Rotate the secret").click()
+        dialog.get_by_role("button", name="Rotate").click()
+        expect(dialog).to_contain_text("whsec_")
+        dialog.get_by_role("button", name="It is stored").click()
+        page.get_by_role("button", name="Delete").click()
+        dialog.get_by_role("button", name="Delete the webhook").click()
+        expect(page.get_by_text("There are no webhooks yet.")).to_be_visible()
+
+
 class TestNewRun:
     @pytest.mark.full
     def test_errors_of_what_the_form_held_before_do_not_prevent_a_start(self, page: Page, dataset: str) -> None:
@@ -503,7 +535,7 @@ class TestEveryPage:
         tabs = ["log", "checkpoints", "samples", "configuration", "files", "history"]
         return [
             "/", f"/?search={HOSTILE}", "/experiments", f"/experiments/{experiment}", "/datasets",
-            f"/datasets/{dataset}", "/workers", "/new", f"/new?from={done.run_id}",
+            f"/datasets/{dataset}", "/webhooks", "/workers", "/new", f"/new?from={done.run_id}",
             f"/compare?ids={done.run_id},{live.run_id}", f"/runs/{failed.run_id}", f"/runs/{live.run_id}",
             f"/runs/{pending}", *(f"/runs/{done.run_id}?tab={tab}" for tab in tabs), "/login",
         ]  # fmt: skip

@@ -10,6 +10,8 @@ const ROUTES = /** @type {const} */ ([
   ['/experiments/:id', 'experiments'],
   ['/datasets', 'datasets'],
   ['/datasets/:id', 'datasets'],
+  ['/webhooks', 'webhooks'],
+  ['/webhooks/:id', 'webhooks'],
   ['/workers', 'workers'],
   ['/new', 'new'],
   ['/login', 'login'],

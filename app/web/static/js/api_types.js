@@ -267,3 +267,33 @@
  */
 
 export {};
+
+/**
+ * Webhook, as `GET /v1/webhooks/{id}` returns it.
+ * @typedef {object} Webhook
+ * @property {string} id
+ * @property {string} name
+ * @property {string} url
+ * @property {'standard' | 'slack'} format
+ * @property {string[]} types
+ * @property {{ tag?: string, status?: string[], [name: string]: any }} filter
+ * @property {boolean} enabled
+ * @property {string | null} failing_since
+ * @property {string | null} last_error
+ * @property {string} created_at
+ * @property {string} [secret] Only in the responses that create it.
+ */
+
+/**
+ * Delivery of an event to a webhook.
+ * @typedef {object} Delivery
+ * @property {string} id
+ * @property {string} type
+ * @property {string | null} run_id
+ * @property {'pending' | 'delivered' | 'failed'} status
+ * @property {number} attempts
+ * @property {number | null} response_status
+ * @property {string | null} error
+ * @property {string | null} next_attempt_at
+ * @property {string} created_at
+ */

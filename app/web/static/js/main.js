@@ -18,6 +18,7 @@ const PAGES = {
   compare: () => import('./pages/compare.js'),
   experiments: () => import('./pages/experiments.js'),
   datasets: () => import('./pages/datasets.js'),
+  webhooks: () => import('./pages/webhooks.js'),
   workers: () => import('./pages/workers.js'),
   new: () => import('./pages/new.js'),
   login: () => import('./pages/login.js'),

@@ -16,6 +16,7 @@ const PAGES = [
   ['/experiments', 'Experiments'],
   ['/datasets', 'Datasets'],
   ['/workers', 'Workers'],
+  ['/webhooks', 'Webhooks'],
 ];
 const THEMES = /** @type {const} */ ([
   ['auto', 'Theme of the system'],
