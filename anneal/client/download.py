@@ -1,5 +1,7 @@
 """Download of a run's output: atomic, and resumed without fetching the same bytes twice."""
 
+import hashlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,9 @@ from anneal.client.transport import Backoff, Session
 from anneal.contracts.schemas.artifacts import Artifact
 
 ProgressCallback = Callable[[str, int, int], None]
+
+_SHA256_ETAG = re.compile('"([0-9a-f]{64})"')
+_PIECE_BYTES = 2**20
 
 
 async def download_files(
@@ -65,7 +70,11 @@ async def download_file(session: Session, path: str, target: Path) -> Path:
 async def _fetch_file(
     session: Session, path: str, part: Path, artifact: Artifact, on_progress: ProgressCallback | None
 ) -> None:
-    """Download the missing part of one file; after a lost connection, continue from the last byte."""
+    """Download the missing part of one file; after a lost connection, continue from the last byte.
+
+    A file of several responses is compared with its SHA-256, if the service has sent it, and downloaded again if it
+    differs: the service compares no more than the bytes of each response.
+    """
     backoff = Backoff()
     heard = time.monotonic()
     with _open_part(part) as file:
@@ -74,8 +83,10 @@ async def _fetch_file(
                 file.truncate(0)
                 continue
             try:
-                await _append_missing(session, path, file, there, artifact, on_progress)
-                if _size_of(file) != artifact.bytes:
+                sha256 = await _append_missing(session, path, file, there, artifact, on_progress)
+                if there and sha256 is not None and await _hash_file(session, file) != sha256:
+                    file.truncate(0)
+                elif _size_of(file) != artifact.bytes:
                     raise AnnealError(
                         "download_changed",
                         f"{artifact.path} has {_size_of(file):,} bytes instead of {artifact.bytes:,}: it changed "
@@ -95,7 +106,8 @@ async def _fetch_file(
 
 async def _append_missing(
     session: Session, path: str, file: BinaryIO, there: int, artifact: Artifact, on_progress: ProgressCallback | None
-) -> None:
+) -> str | None:
+    """Append the rest of a file; return the SHA-256 of the whole, if the response has it."""
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={there}-"} if there else {})
     response = await session.attempt_once(session.transport.build_request("GET", path, headers=headers))
     try:
@@ -106,8 +118,19 @@ async def _append_missing(
                 file.write(chunk)
                 if on_progress:
                     on_progress(artifact.path, _size_of(file), artifact.bytes)
+        etag = _SHA256_ETAG.fullmatch(response.headers.get("ETag", ""))
+        return etag[1] if etag else None
     finally:
         await session.transport.close_response(response)
+
+
+async def _hash_file(session: Session, file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(_PIECE_BYTES):
+        digest.update(piece)
+        await session.transport.pause(0)  # other tasks of an event loop go on
+    return digest.hexdigest()
 
 
 def _check_path(path: str) -> None:
@@ -120,7 +143,7 @@ def _check_path(path: str) -> None:
 
 
 def _open_part(part: Path) -> BinaryIO:
-    return part.open("ab", buffering=0)
+    return part.open("a+b", buffering=0)
 
 
 def _size_of(file: BinaryIO) -> int:
