@@ -86,13 +86,8 @@ class StorageCopy:
     def _copy_dataset(self, row: Any) -> None:
         path = self._storage.dataset_file(row.id, row.extension)
         key = self._storage.key_of(path)
-        try:
-            with self._remote.objects.open(key) as there:
-                if there.size == row.bytes:
-                    return
-        except ObjectMissing:
-            pass
-        self._remote.objects.put(key, _verified_chunks(path, row.sha256))
+        if self._hash_stored(key, row.bytes) != row.sha256:
+            self._remote.objects.put(key, _verified_chunks(path, row.sha256))
 
     def _copy_checkpoint(self, row: Any) -> None:
         folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)
@@ -125,6 +120,16 @@ class StorageCopy:
         except ObjectMissing:
             return False
         return hashlib.sha256(content).hexdigest() == sha256
+
+    def _hash_stored(self, key: str, most_bytes: int) -> str | None:
+        """Return the SHA-256 of a file of the store; None if there is none."""
+        digest = hashlib.sha256()
+        try:
+            for piece in self._remote.objects.get(key, most_bytes):
+                digest.update(piece)
+        except ObjectMissing:
+            return None
+        return digest.hexdigest()
 
     def _fetch_rows(self, statement: Executable) -> list[Any]:
         with self._engine.connect() as connection:

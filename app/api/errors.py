@@ -69,6 +69,13 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
 
+class ResponseCut(Exception):
+    """End of a response before its last byte; the text is a sentence for the log.
+
+    Its status is already sent, so that the connection is closed instead of an error.
+    """
+
+
 def not_found(kind: str, id: str) -> ApiError:
     """Create a 404 error for a resource, such as `not_found("run", run_id)`."""
     listing = f"list the existing ones with GET /v1/{kind}s"

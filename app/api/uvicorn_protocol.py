@@ -6,11 +6,11 @@ from collections import Counter
 from http import HTTPStatus
 from weakref import WeakKeyDictionary
 
-from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from app.api.errors import ApiError, problem_response
+from app.api.errors import ApiError, ResponseCut, problem_response
 
 HEAD_SECONDS = 20.0
 """Seconds from the connection, or the first byte of a further request, to the end of its headers."""
@@ -173,7 +173,7 @@ class Protocol(HttpToolsProtocol):
         self._answered = cycle
         if cycle.scope["http_version"] == "1.0":
             _send_without_chunks(cycle)
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _closing_cut_responses(cycle, app))
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser cannot read; `msg` is uvicorn's, which does not say what to do."""
@@ -215,6 +215,19 @@ class Protocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _closing_cut_responses(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Let the connection be closed for a `ResponseCut`, which is logged already: uvicorn would log a traceback."""
+
+    async def run_app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        try:
+            await app(scope, receive, send)
+        except ResponseCut:
+            cycle.disconnected = True
+            cycle.transport.close()
+
+    return run_app
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:

@@ -10,12 +10,14 @@ from anneal.contracts.schemas.datasets import UPLOAD_BODY, DatasetMix, DatasetRo
 from anneal.contracts.schemas.page import Page
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release_connection
-from app.api.file_response import OpenFileResponse
+from app.api.file_response import OpenFileResponse, StoredFileResponse
 from app.api.idempotency import Idempotency
 from app.api.open_responses import DownloadLimit
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit.log import call_of
 from app.datasets import mix, rows, service, sources
+from app.infra.files.object_store import ObjectMissing, StoredFile
+from app.infra.files.verified_reads import CorruptContent
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])
 
@@ -148,8 +150,11 @@ async def list_rows(
     """Get rows of a dataset, with long texts cut; GET …/content has them whole."""
     dataset = await service.get_dataset(session, dataset_id)
     await release_connection(session)
-    file = await storage.in_thread(service.open_content, storage, dataset)
-    return await storage.in_thread(rows.read_rows, file, after, limit)
+    file = await service.open_verified(storage, dataset)
+    try:
+        return await storage.in_thread(rows.read_rows, file, after, limit)
+    except (CorruptContent, ObjectMissing):  # it was changed after it was compared
+        raise service.corrupt_error(dataset) from None
 
 
 @router.get(
@@ -167,12 +172,10 @@ async def download_dataset(dataset_id: str, session: Session, storage: CurrentSt
     dataset = await service.get_dataset(session, dataset_id)
     await release_connection(session)
     file = await storage.in_thread(service.open_content, storage, dataset)
-    return OpenFileResponse(
-        file,
-        storage.calls,
-        media_type="application/x-ndjson",
-        filename=service.file_name(dataset),
-        modified=dataset.created_at.timestamp(),
-        headers={"ETag": f'"{dataset.sha256}"'},
-        sha256=dataset.sha256,
-    )
+    name, media_type = service.file_name(dataset), "application/x-ndjson"
+    if isinstance(file, StoredFile):
+        corrupt, modified = service.corrupt_error(dataset), dataset.created_at.timestamp()
+        return StoredFileResponse(
+            file, storage, dataset.sha256, corrupt, filename=name, modified=modified, media_type=media_type
+        )
+    return OpenFileResponse(file, media_type=media_type, filename=name, headers={"ETag": f'"{dataset.sha256}"'})

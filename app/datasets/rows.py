@@ -7,7 +7,6 @@ from typing import Any, BinaryIO
 from anneal.contracts.errors import FieldError
 from anneal.contracts.schemas.datasets import DatasetRow, DatasetRows
 from app.api.errors import conflict, invalid
-from app.infra.files.object_store import StoredFile
 
 _MOST_TEXT = 2000
 _MOST_ITEMS = 50
@@ -18,7 +17,7 @@ _MOST_BYTES = 256 * 1024
 _CUT = "… (cut)"
 
 
-def read_rows(file: BinaryIO | StoredFile, cursor: str | None, limit: int) -> DatasetRows:
+def read_rows(file: BinaryIO, cursor: str | None, limit: int) -> DatasetRows:
     """Return at most `limit` rows after a cursor, fewer if they are large; long texts and lists are cut. Closes `file`.
 
     Raises 422 `invalid` for a cursor that is not from the same dataset, 409 for content that is not what was stored.

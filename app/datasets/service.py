@@ -19,7 +19,8 @@ from app.audit.log import AuditedCall
 from app.datasets.importer import ImportedFile
 from app.infra.async_tasks import skipping_errors
 from app.infra.db import is_away
-from app.infra.files.object_store import PIECE_BYTES, ObjectStore, StoredFile, StoreUnavailable
+from app.infra.files.object_store import PIECE_BYTES, ObjectMissing, ObjectStore, StoredFile, StoreUnavailable
+from app.infra.files.verified_reads import CorruptContent
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.administration.installation import Installation, register_installation
@@ -245,11 +246,30 @@ def open_content(storage: Storage, dataset: Dataset) -> BinaryIO | StoredFile:
         ) from None
     if isinstance(file, StoredFile) and file.size != dataset.bytes:
         file.close()
-        raise _corrupt_error(dataset)
+        raise corrupt_error(dataset)
     return file
 
 
-def _corrupt_error(dataset: Dataset) -> ApiError:
+async def open_verified(storage: Storage, dataset: Dataset) -> BinaryIO:
+    """Open the file of a dataset, of which only what was stored can be read; one on this machine is not compared.
+
+    Reading raises `CorruptContent` and `StoreUnavailable`.
+
+    Raises:
+        ApiError: 404 if the file is missing, 409 if it is not what was stored.
+        StoreUnavailable: The object store does not answer, or the comparison takes long.
+    """
+    file = await storage.in_thread(open_content, storage, dataset)
+    if not isinstance(file, StoredFile):
+        return file
+    try:
+        return await storage.verified_reads.open_verified(file, dataset.sha256)
+    except (CorruptContent, ObjectMissing):
+        raise corrupt_error(dataset) from None
+
+
+def corrupt_error(dataset: Dataset) -> ApiError:
+    """Create the 409 error of a dataset whose file is not what was stored."""
     return conflict(
         "content_corrupt",
         f"The file of dataset {dataset.id} in the storage is not what was stored; upload it again, or restore the "
@@ -274,7 +294,7 @@ def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
                 digest.update(piece)
                 taken += target.write(piece)
     if digest.hexdigest() != dataset.sha256:
-        raise _corrupt_error(dataset)
+        raise corrupt_error(dataset)
     return copy
 
 

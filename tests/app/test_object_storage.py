@@ -21,6 +21,7 @@ import httpx
 import pytest
 from sqlalchemy import Engine, select, update
 
+from anneal import Anneal
 from anneal.contracts.attempt.records import is_record
 from anneal.contracts.schemas.runs.placement import Resources
 from anneal.contracts.training_config.fields import TrainingConfig
@@ -42,6 +43,7 @@ from tests.waiting import eventually
 from worker.checkpoint_files import manifest
 from worker.checkpoint_store.remote_store import RemoteStore
 
+RANGES = ["bytes=0-", "bytes=600-", "bytes=0-99", "bytes=-5", "bytes=0-1,10-12"]
 ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(200))
 
 
@@ -125,18 +127,53 @@ class TestADataset:
         assert stored.client.post("/v1/datasets/mix", json=body).status_code == 507
         assert opened == [dataset] * 2
 
-    def test_dataset_content_changed_in_the_store_is_never_sent_as_valid(self, stored: ApiServer, share: Path) -> None:
+    @pytest.mark.parametrize("is_compared_before", [True, False])
+    def test_no_part_of_a_dataset_that_was_changed_in_the_store_is_sent(
+        self, stored: ApiServer, share: Path, is_compared_before: bool
+    ) -> None:
         dataset = upload(stored)["id"]
         path, file = f"/v1/datasets/{dataset}", share / "datasets" / dataset / "data.jsonl"
         right = file.read_bytes()
-        assert stored.client.get(f"{path}/content").content == right
-        file.write_bytes(right[:-2] + bytes([right[-2] ^ 1]) + right[-1:])
-        with pytest.raises(httpx.RemoteProtocolError):
-            stored.client.get(f"{path}/content")
-        for call, content in (("content", b"<html>"), ("rows", b"[" * (len(right) - 1) + b"\n")):
+        if is_compared_before:
+            assert stored.client.get(f"{path}/content", headers={"Range": "bytes=600-"}).content == right[600:]
+        changed = [
+            right[:-2] + bytes([right[-2] ^ 1]) + right[-1:],
+            right.replace(b"row 100", b"row 9"),
+            bytes(len(right)),
+            b"<html>",
+            b"",
+        ]
+        for content in changed:
             file.write_bytes(content)
-            answer = stored.client.get(f"{path}/{call}")
-            assert (answer.status_code, answer.json()["code"]) == (409, "content_corrupt"), call
+            for call, range_ in [("rows", None), ("content", None), *(("content", range_) for range_ in RANGES)]:
+                answer = stored.client.get(f"{path}/{call}", headers={} if range_ is None else {"Range": range_})
+                assert (answer.status_code, answer.json()["code"]) == (409, "content_corrupt"), (call, range_)
+        file.write_bytes(right)
+        assert stored.client.get(f"{path}/content", headers={"Range": "bytes=5-"}).content == right[5:]
+        assert stored.client.get(f"{path}/rows").json()["data"][1]["row"] == {"text": "row 1"}
+
+    def test_large_dataset_that_was_changed_in_the_store_is_cut_off_with_a_sentence_in_the_log(
+        self, stored: ApiServer, share: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("app.api.file_response.COMPARED_FIRST_BYTES", 2**20)
+        rows = b"".join(b'{"text": "%d %s"}\n' % (number, b"x" * 100_000) for number in range(25))
+        dataset = upload(stored, rows)["id"]
+        path, file = f"/v1/datasets/{dataset}/content", share / "datasets" / dataset / "data.jsonl"
+        right = file.read_bytes()
+        for is_compared_before in (False, True):
+            file.write_bytes(right)
+            if is_compared_before:
+                assert stored.client.get(path).content == right
+            file.write_bytes(right[:-9] + b"?" + right[-8:])
+            caplog.clear()
+            with pytest.raises(httpx.RemoteProtocolError):
+                stored.client.get(path)
+            (line,) = [record for record in caplog.records if record.levelno >= 30]
+            assert line.exc_info is None and "was cut off before its end" in line.getMessage()
+            assert f"{stored.settings.storage_url}/datasets/{dataset}/data.jsonl" in line.getMessage()
+            assert "upload it again, or restore the storage" in line.getMessage()
+        answer = stored.client.get(path, headers={"Range": f"bytes={2**20 + 5}-{2**20 + 9}"})
+        assert (answer.status_code, answer.content) == (206, right[2**20 + 5 : 2**20 + 10]), "this piece is right"
 
     def test_dataset_is_deleted_from_the_store_with_its_row(self, stored: ApiServer, share: Path) -> None:
         dataset = upload(stored)
@@ -321,9 +358,10 @@ class Done:
         (output / "link").symlink_to("/etc/passwd")
         (output / "bad\x1b[2Jname").write_bytes(b"x")
         (local.attempt_dir(*of) / "metrics.jsonl").write_text("{}\n")
-        (local.attempt_dir(*of) / "log.txt.gz").write_bytes(
-            gzip.compress(b"2026-01-02T03:04:05.678Z stdout info a line\n")
-        )
+        head = b"2026-01-02T03:04:05.678Z stdout info "
+        self.log = head + b"a line\n" + b"".join(head + os.urandom(4000).hex().encode() + b"\n" for _ in range(100))
+        (local.attempt_dir(*of) / "log.txt.gz").write_bytes(gzip.compress(self.log, 1))
+        self.trainer.events("log", {"line": "…", "stream": "stderr", "level": "warning", "left_out": 1})
         (local.attempt_dir(*of) / "job.json").write_text("not a record")
 
         def always(_: str) -> bool:
@@ -383,7 +421,12 @@ class TestAnOutput:
         assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
 
     def test_output_with_changed_content_is_never_sent_as_a_complete_file_or_archive(
-        self, stored: ApiServer, done: Done, share: Path
+        self,
+        stored: ApiServer,
+        done: Done,
+        share: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         path, file = f"/v1/runs/{done.id}/artifacts", share / "runs" / done.id / "a1" / "output" / "deep"
         file /= "weights.safetensors"
@@ -392,8 +435,27 @@ class TestAnOutput:
         assert etag == f'"{hashlib.sha256(content).hexdigest()}"'
         file.write_bytes(content[:-1] + b"?")
         for name in (f"{path}.tar", f"{path}/deep/weights.safetensors"):
-            with pytest.raises(httpx.RemoteProtocolError):
-                stored.client.get(name)
+            for range_ in RANGES:
+                answer = stored.client.get(name, headers={"Range": range_})
+                assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt"), (name, range_)
+        for module in ("app.api.file_response", "app.runs.state.artifacts.folders"):
+            monkeypatch.setattr(f"{module}.COMPARED_FIRST_BYTES", 0)
+        caplog.clear()
+        with pytest.raises(httpx.RemoteProtocolError):
+            stored.client.get(f"{path}.tar")
+        (line,) = [record for record in caplog.records if record.levelno >= 30]
+        assert line.exc_info is None and f"the archive of {done.id} from {stored.settings.storage_url}" in line.message
+
+    @pytest.mark.parametrize("part", [bytes(range(256)) * 2, b"?" * 512])
+    def test_download_is_resumed_and_is_right_even_if_its_beginning_was_wrong(
+        self, stored: ApiServer, done: Done, tmp_path: Path, part: bytes
+    ) -> None:
+        begun = tmp_path / "model" / f".{done.id}.part" / "deep" / "weights.safetensors"
+        begun.parent.mkdir(parents=True)
+        begun.write_bytes(part)
+        with Anneal(stored.url, stored.key) as client:
+            folder = client.runs.download(done.id, tmp_path / "model")
+        assert {name: (folder / name).read_bytes() for name in done.files} == done.files
 
     def test_output_during_a_store_outage_is_503(self, stored: ApiServer, done: Done, share: Path) -> None:
         share.rename(share.with_name("away"))
@@ -405,9 +467,24 @@ class TestAnOutput:
         listed = [one["path"] for one in stored.client.get(path).json()["data"]]
         assert listed == ["log.txt.gz", "metrics.jsonl"]
         complete = stored.client.get(f"/v1/runs/{done.id}/logs/complete")
-        assert complete.text == "2026-01-02T03:04:05.678Z stdout info a line\n"
+        assert complete.content == done.log
         assert stored.client.get(f"{path}/metrics.jsonl").text == "{}\n"
         assert stored.client.get(f"{path}/job.json").status_code == 404
+
+    def test_complete_log_that_was_changed_in_the_store_is_refused_and_none_of_its_lines_are_hits(
+        self, stored: ApiServer, done: Done, share: Path, engine: Engine
+    ) -> None:
+        file, path = share / "runs" / done.id / "a1" / "log.txt.gz", f"/v1/runs/{done.id}/logs"
+        search = stored.client.get(f"{path}/search", params={"q": "a line"}).json()["complete"][0]
+        assert (search["matches"], search["problem"]) == (1, None)
+        content = file.read_bytes()
+        assert len(content) > 300_000, "the line is in another piece than the end"
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for part in ({}, {"grep": "a line"}, {"attempt": 1}):
+            answer = stored.client.get(f"{path}/complete", params=part)
+            assert (answer.status_code, answer.json()["code"]) == (409, "artifacts_corrupt")
+        search = stored.client.get(f"{path}/search", params={"q": "a line"}).json()["complete"][0]
+        assert search["data"] == [] and "is not what was stored" in search["problem"]
 
     def test_a_checkpoint_is_downloaded_once_it_is_sent(self, stored: ApiServer, done: Done, engine: Engine) -> None:
         path = f"/v1/runs/{done.id}/checkpoints/{done.checkpoint}/download"

@@ -88,6 +88,14 @@ def test_everything_is_there_and_the_service_goes_on_with_it(service: Service, s
     assert manifest.verify(place, str(sha256)) == []
 
 
+def test_dataset_that_differs_in_the_store_is_sent_again(service: Service, share: Path) -> None:
+    service.copied()
+    file = share / "datasets" / service.dataset / "data.jsonl"
+    for content in (b"?" * len(ROWS), ROWS[:-1], ROWS + b"more"):
+        file.write_bytes(content)
+        assert service.copied().missing == [] and file.read_bytes() == ROWS
+
+
 def test_each_host_with_a_storage_of_its_own_adds_what_the_store_lacks_and_changes_nothing_else(
     service: Service, share: Path, tmp_path: Path
 ) -> None:

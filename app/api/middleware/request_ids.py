@@ -3,7 +3,16 @@
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.api.errors import ApiError, _status_error, as_api_error, log, problem_response, request_id, to_printable
+from app.api.errors import (
+    ApiError,
+    ResponseCut,
+    _status_error,
+    as_api_error,
+    log,
+    problem_response,
+    request_id,
+    to_printable,
+)
 
 
 def _is_plain(headers: list[tuple[bytes, bytes]]) -> bool:
@@ -47,6 +56,9 @@ class RequestIdMiddleware:
 
         try:
             await self.app(scope, receive, send_with_id)
+        except ResponseCut as cut:
+            log.error("%s was cut off before its end: %s", id, cut)
+            raise
         except Exception as error:
             answer = as_api_error(error)
             if answer is None:

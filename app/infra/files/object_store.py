@@ -368,14 +368,15 @@ class StoredFile(io.RawIOBase):
     def __init__(self, store: ObjectStore, file: Any, key: str) -> None:
         super().__init__()
         self.size = int(file.size)
-        self._store, self._file, self._key = store, file, key
+        self.key = key
+        self._store, self._file = store, file
 
     def read(self, size: int = -1, /) -> bytes:
         with self._store.store_errors():
             try:
                 content: bytes = self._file.read(size)
             except FileNotFoundError as error:
-                raise ObjectMissing(self._key.rpartition("/")[2]) from error
+                raise ObjectMissing(self.key.rpartition("/")[2]) from error
             return content
 
     def readline(self, size: int | None = -1, /) -> bytes:

@@ -399,7 +399,9 @@ class TestNewRun:
         page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
         page.get_by_role("button", name="Start the run").evaluate("button => { button.click(); button.click(); }")
         expect(page.locator(".head .chip")).to_have_text("Pending")
-        assert [url for url in sent if url.endswith("/v1/runs")] == [f"{shared_api.url}/v1/runs"], "clicked twice at once"
+        assert [url for url in sent if url.endswith("/v1/runs")] == [f"{shared_api.url}/v1/runs"], (
+            "clicked twice at once"
+        )
         run_id = page.url.rpartition("/")[2]
         assert shared_api.client.get(f"/v1/runs/{run_id}").json()["config"]["learning_rate"] == 2e-4
         shared_api.client.post(f"/v1/runs/{run_id}/stop")

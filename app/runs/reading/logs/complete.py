@@ -17,6 +17,7 @@ from anneal.contracts.schemas.logs import CompleteLogLine
 from app.api.errors import ApiError
 from app.infra.files.object_store import StoreUnavailable
 from app.infra.files.untrusted_folder import OutsideStorage
+from app.infra.files.verified_reads import CorruptContent
 from app.runs.state.artifacts.folders import FileFolder
 from app.tables.events import RunEvent
 
@@ -125,6 +126,8 @@ def search_log(
                 if (levels is None or hit.level in levels) and (stream is None or hit.stream == stream):
                     matches += 1
                     newest.append(hit)
+    except CorruptContent as error:
+        return SearchResult(0, [], f"the log in the storage is not what was stored: {error}", searched_bytes)
     except (OSError, StoreUnavailable, OutsideStorage) as error:
         problem = f"its end could not be read: {error}"
     return SearchResult(matches, [*newest], problem, searched_bytes)

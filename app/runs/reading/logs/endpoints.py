@@ -1,7 +1,7 @@
 """Endpoints of `/v1/runs/{id}/logs`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -22,6 +22,7 @@ from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.reading.logs import complete, lines, window
 from app.runs.state import service
+from app.runs.state.artifacts.archive import read_in_threads
 from app.runs.state.artifacts.folders import FileFolder
 from app.runs.state.artifacts.service import attempt_folder
 
@@ -238,13 +239,16 @@ async def get_complete_log(
         "Cache-Control": "private, no-store",
     }
     pieces = _attempt_texts(folders, grep)
-    return StreamingResponse(_read_in_threads(storage, pieces), media_type="text/plain; charset=utf-8", headers=headers)
+    content = read_in_threads(storage, pieces, f"the log of {name}")
+    return StreamingResponse(content, media_type="text/plain; charset=utf-8", headers=headers)
 
 
 def _list_files(folder: FileFolder | ApiError) -> list[tuple[str, int]]:
     if isinstance(folder, ApiError):
         raise folder
-    return complete.files_of(folder)
+    files = complete.files_of(folder)
+    folder.compare_small(files)
+    return files
 
 
 def _attempt_texts(folders: Sequence[tuple[int, FileFolder | ApiError]], grep: str | None) -> Iterator[bytes]:
@@ -257,9 +261,3 @@ def _attempt_texts(folders: Sequence[tuple[int, FileFolder | ApiError]], grep: s
         assert not isinstance(folder, ApiError)  # noqa: S101
         pieces = complete.read_text(folder, files)
         yield from complete.matching_lines(pieces, grep, complete.MOST_SEARCHED_BYTES) if grep else pieces
-
-
-async def _read_in_threads(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    while (piece := await storage.in_thread(next, pieces, None)) is not None:
-        if piece:
-            yield piece

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from starlette.responses import StreamingResponse
 
+from app.api.errors import ResponseCut
+from app.infra.files.object_store import StoreUnavailable
 from app.infra.storage import Storage
 from app.runs.state.artifacts.folders import FileFolder
 
@@ -63,17 +65,28 @@ def stream_archive(folder: FileFolder, archived: Sequence[Member]) -> Iterator[b
 async def tar_response(storage: Storage, folder: FileFolder, name: str) -> StreamingResponse:
     """Return a response that sends all files of `folder`, a folder of the storage, as `name`.tar."""
     archived = await storage.in_thread(list_members, folder, name)
+    await storage.in_thread(folder.compare_small, [(member.path, member.size) for member in archived])
     headers = {
         "Content-Length": str(archive_size(archived)),
         "Content-Disposition": f'attachment; filename="{name}.tar"',
         "X-Content-Type-Options": "nosniff",
         "Cache-Control": "private, no-store",
     }
-    pieces = stream_archive(folder, archived)
-    content = pieces if storage.objects is None else _read_in_threads(storage, pieces)
+    content = read_in_threads(storage, stream_archive(folder, archived), f"the archive of {name}")
     return StreamingResponse(content, media_type="application/x-tar", headers=headers)
 
 
-async def _read_in_threads(storage: Storage, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    while (piece := await storage.in_thread(next, pieces, None)) is not None:
-        yield piece
+async def read_in_threads(storage: Storage, pieces: Iterator[bytes], what: str) -> AsyncIterator[bytes]:
+    """Yield `pieces`, which are read from files of the storage, for a response.
+
+    Raises:
+        ResponseCut: A file cannot be read, or is not what was stored; `what` is being sent.
+    """
+    try:
+        while (piece := await storage.in_thread(next, pieces, None)) is not None:
+            if piece:
+                yield piece
+    except (OSError, StoreUnavailable) as error:
+        raise ResponseCut(
+            f"{what} from {storage.name}: {error}; download it again, and restore the storage if that fails too"
+        ) from error

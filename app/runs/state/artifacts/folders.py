@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,11 +11,12 @@ from typing import Protocol
 from starlette.responses import FileResponse
 
 from app.api.errors import ApiError, conflict, to_printable
-from app.api.file_response import OpenFileResponse
+from app.api.file_response import COMPARED_FIRST_BYTES, OpenFileResponse, StoredFileResponse
 from app.infra.files import file_manifest
 from app.infra.files.object_store import ObjectMissing, ObjectStore
-from app.infra.files.store_calls import StoreCalls
 from app.infra.files.untrusted_folder import OutsideStorage, entries_below, open_below
+from app.infra.files.verified_reads import CorruptContent
+from app.infra.storage import Storage
 from app.infra.terminal_text import is_plain_path
 
 MAX_FILES = 2000
@@ -53,7 +54,15 @@ class FileFolder(Protocol):
         """Yield the content of a file that was listed with `size` bytes.
 
         Raises:
-            OSError, StoreUnavailable: It cannot be read, or is another one in the store.
+            OSError, StoreUnavailable: It cannot be read, or is not what was stored (`CorruptContent`). That is known
+                after all but its last piece.
+        """
+
+    def compare_small(self, files: Sequence[tuple[str, int]]) -> None:
+        """Compare files of an object store with what was stored, if they are small together.
+
+        Raises:
+            ApiError: 409 if one differs.
         """
 
     def file_response(self, path: str) -> FileResponse:
@@ -93,6 +102,9 @@ class LocalFolder:
             while piece := file.read(_PIECE):
                 yield piece
 
+    def compare_small(self, files: Sequence[tuple[str, int]]) -> None:
+        pass  # the digests of files on this machine are not known
+
     def file_response(self, path: str) -> FileResponse:
         if not self._is_wanted(path) or not is_plain_path(path):
             raise _no_such_artifact(path)
@@ -109,16 +121,16 @@ class StoredFolder:
 
     def __init__(
         self,
+        storage: Storage,
         objects: ObjectStore,
-        calls: StoreCalls,
         key: str,
         manifest_key: str,
         sha256: str | None,
         modified: float,
     ) -> None:
         """`sha256` is that of the manifest; None if nothing was stored. All files count as modified at `modified`."""
+        self._storage = storage
         self._objects = objects
-        self._calls = calls
         self._key = key
         self._manifest_key = manifest_key
         self._sha256 = sha256
@@ -143,20 +155,32 @@ class StoredFolder:
         try:
             with self._objects.open(f"{self._key}/{path}") as file:
                 if file.size != size:
-                    raise OSError(f"{path} has {file.size:,} bytes in the storage, not {size:,}")
+                    raise CorruptContent(f"{path} has {file.size:,} bytes in the storage, not {size:,}")
                 digest, taken = hashlib.sha256(), 0
                 while piece := file.read(_PIECE):
                     digest.update(piece)
                     taken += len(piece)
                     if taken == size and digest.hexdigest() != self._digests.get(path):
-                        raise OSError(f"{path} has other contents in the storage than were stored")
+                        raise CorruptContent(f"{path} has other contents in the storage than were stored")
                     yield piece
+                if taken != size:
+                    raise CorruptContent(f"{path} has {taken:,} bytes in the storage, not {size:,}")
         except ObjectMissing as error:
-            raise OSError(f"{path} is missing") from error
+            raise CorruptContent(f"{path} is missing") from error
+
+    def compare_small(self, files: Sequence[tuple[str, int]]) -> None:
+        if sum(size for _, size in files) > COMPARED_FIRST_BYTES:
+            return
+        try:
+            for path, size in files:
+                for _ in self.read_chunks(path, size):
+                    pass
+        except CorruptContent:
+            raise _corrupt_error() from None
 
     def file_response(self, path: str) -> FileResponse:
         size, sha256 = self._parse_manifest(self._read_manifest()).get(path, (None, None))
-        if not is_plain_path(path) or size is None:
+        if not is_plain_path(path) or size is None or sha256 is None:
             raise _no_such_artifact(path)
         try:
             file = self._objects.open(f"{self._key}/{path}")
@@ -165,10 +189,8 @@ class StoredFolder:
         if file.size != size:
             file.close()
             raise _corrupt_error()
-        name, headers = path.rpartition("/")[2], {"ETag": f'"{sha256}"'}
-        return OpenFileResponse(
-            file, self._calls, filename=name, modified=self._modified, headers=headers, sha256=sha256
-        )
+        name = path.rpartition("/")[2]
+        return StoredFileResponse(file, self._storage, sha256, _corrupt_error(), filename=name, modified=self._modified)
 
     def _parse_manifest(self, text: bytes) -> dict[str, tuple[int, str | None]]:
         try:

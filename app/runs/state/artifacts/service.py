@@ -39,7 +39,7 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
         return LocalFolder(folder)
     described = storage.key_of(storage.output_manifest(run_id, run.output_attempt))
     modified = (run.finished_at or run.created_at).timestamp()
-    return StoredFolder(storage.objects, storage.calls, storage.key_of(folder), described, run.output_sha256, modified)
+    return StoredFolder(storage, storage.objects, storage.key_of(folder), described, run.output_sha256, modified)
 
 
 async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, attempt: int) -> FileFolder:
@@ -66,7 +66,7 @@ async def attempt_folder(session: AsyncSession, storage: Storage, run_id: str, a
     described = storage.key_of(storage.records_manifest(run_id, attempt))
     modified = attempt_row.ended_at.timestamp() if attempt_row.ended_at else 0.0
     return StoredFolder(
-        storage.objects, storage.calls, storage.key_of(folder), described, attempt_row.records_sha256, modified
+        storage, storage.objects, storage.key_of(folder), described, attempt_row.records_sha256, modified
     )
 
 
@@ -82,7 +82,7 @@ def checkpoint_folder(storage: Storage, checkpoint: Checkpoint) -> FileFolder:
         )
     key, modified = storage.key_of(folder), checkpoint.created_at.timestamp()
     described = f"{key}/{file_manifest.MANIFEST}"
-    return StoredFolder(storage.objects, storage.calls, key, described, checkpoint.manifest_sha256, modified)
+    return StoredFolder(storage, storage.objects, key, described, checkpoint.manifest_sha256, modified)
 
 
 def list_artifacts(folder: FileFolder) -> Artifacts:
