@@ -49,10 +49,16 @@ log = logging.getLogger(__name__)
 Mode = Literal["zygote", "cold"]
 
 _READY_SECONDS = 120.0
-_MAX_RESTART_WAIT = 2.0
-_MAX_BACKOFF = 30.0
+_FIRST_PAUSE = 0.1
+_LONGEST_WAIT = 2.0
+"""Pause before another zygote for which a launch waits, in seconds; processes start cold during a longer one."""
+_MAX_PAUSE = 30.0
+"""Longest pause after a zygote that had been ready."""
+_MAX_START_PAUSE = 600.0
+"""Longest pause after one that had not: its imports keep a processor busy, and may fail as long as the worker runs."""
 _HEALTHY_SECONDS = 60.0
 _MAX_EARLY_DEATHS = 3
+"""Deaths before a zygote was ready, after which processes start cold until one is."""
 _MAX_FORKS = 3
 _LARGEST_MESSAGE = 64 * 1024
 
@@ -78,8 +84,13 @@ class Launcher:
         self._socket: socket.socket | None = None
         self._ready = False
         self._was_ready = False
-        self._backing_off = False
         self._cold_because = "ANNEAL_LAUNCH=cold" if settings.launch == "cold" else ""
+        """Why there is no zygote as long as this worker runs."""
+        self._unready_because = ""
+        """Why processes start cold until a zygote is ready."""
+        self._started_at = self._start_at = 0.0
+        """Monotonic time of the last start of a zygote, and of the next one."""
+        self._pause = _FIRST_PAUSE
         self._early_deaths = 0
         self._work: queue.SimpleQueue[ColdStart] = queue.SimpleQueue()
         self._wake_reading, self._wake_writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -110,12 +121,15 @@ class Launcher:
     @property
     def mode(self) -> Mode:
         """Start mode of the next process; `zygote` also while the zygote is still loading."""
-        return "cold" if self._cold_because else "zygote"
+        return "cold" if self._starts_cold() else "zygote"
 
     @property
     def reason(self) -> str:
         """Reason why the mode is `cold`; empty for `zygote`."""
-        return self._cold_because
+        return (self._cold_because or self._unready_because) if self._starts_cold() else ""
+
+    def _starts_cold(self) -> bool:
+        return bool(self._cold_because) or (bool(self._unready_because) and self._settings.launch != "zygote")
 
     @property
     def zygote_pid(self) -> int | None:
@@ -126,13 +140,13 @@ class Launcher:
     def wait_ready(self, timeout: float) -> bool:
         """Wait until a launch would not block: the zygote is ready, or processes start cold."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._ready or bool(self._cold_because), timeout)
+            return self._changed.wait_for(lambda: self._ready or self._starts_cold(), timeout)
 
     def wait_checked(self, timeout: float) -> bool:
         """Wait until the first zygote has checked the GPUs; also True if there is none to wait for."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._was_ready or self._backing_off or bool(self._cold_because), timeout
+                lambda: self._was_ready or bool(self._unready_because or self._cold_because), timeout
             )
 
     def launch(
@@ -174,7 +188,8 @@ class Launcher:
         process = self._fork_from_zygote(request)
         if process is None:
             if self._settings.launch == "zygote":
-                raise LaunchError(self._cold_because or "the zygote is not available, and ANNEAL_LAUNCH=zygote")
+                reason = self._cold_because or self._unready_because or "the zygote is not available"
+                raise LaunchError(f"{reason}, and ANNEAL_LAUNCH=zygote")
             process = self._start_cold(request)
         try:
             record = process_group.record_trainer(self._folder, process.identity, place.folder if place else None)
@@ -198,11 +213,7 @@ class Launcher:
     def _fork_from_zygote(self, request: LaunchRequest) -> TrainingProcess | None:
         """Have the zygote fork, or its successor if it dies meanwhile; None if a cold start is better."""
         for _ in range(_MAX_FORKS):
-            self._wait_until(
-                lambda: self._ready or bool(self._cold_because) or self._backing_off or self._stopping,
-                _READY_SECONDS,
-                request,
-            )
+            self._wait_until(lambda: self._ready or self._starts_cold() or self._stopping, _READY_SECONDS, request)
             with self._changed:
                 if not self._ready or self._socket is None:
                     return None
@@ -264,29 +275,20 @@ class Launcher:
         # Blocked in this thread only; the processes it starts inherit the mask and unblock the signals when they can
         # handle them.
         signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
-        start_at, started, backoff = 0.0, 0.0, 0.1
         while not self._stopping:
-            now = time.monotonic()
-            if self._zygote is None and not self._cold_because and now >= start_at:
-                started = now
+            if self._zygote is None and not self._cold_because and time.monotonic() >= self._start_at:
+                self._started_at = time.monotonic()
                 try:
                     self._spawn_zygote()
                 except OSError as problem:  # out of memory or descriptors
-                    log.warning("the zygote could not be started, trying again: %s", problem)
-                    start_at, self._backing_off = now + _MAX_BACKOFF, True
+                    self._pause_before_start(_MAX_PAUSE, f"the zygote could not be started ({problem})")
             if self._zygote is None:
-                due = None if self._cold_because else start_at
+                due = None if self._cold_because else self._start_at
             else:
-                due = None if self._ready else started + _READY_SECONDS
+                due = None if self._ready else self._started_at + _READY_SECONDS
             readable = self._wait_for_event(due)
-            if self._zygote is not None:
-                if readable or (due is not None and time.monotonic() >= due):
-                    self._handle_zygote(timed_out=not readable)
-                if self._zygote is None:
-                    lived = time.monotonic() - started
-                    backoff = 0.1 if lived > _HEALTHY_SECONDS else min(backoff * 2, _MAX_BACKOFF)
-                    start_at = time.monotonic() + backoff
-                    self._backing_off = backoff > _MAX_RESTART_WAIT
+            if self._zygote is not None and (readable or (due is not None and time.monotonic() >= due)):
+                self._handle_zygote(timed_out=not readable)
             while not self._work.empty():
                 self._spawn_cold(self._work.get())
         self._close_zygote()
@@ -306,7 +308,6 @@ class Launcher:
             started.add(zygote.pid)
         with self._changed:
             self._zygote, self._socket = zygote, ours
-            self._backing_off = False
 
     def _wait_for_event(self, due: float | None) -> bool:
         """Wait for the zygote, a call from another thread or the time `due`; return True if the zygote sent data."""
@@ -330,23 +331,43 @@ class Launcher:
             packet = b""
         message = json.loads(packet) if packet else {}
         if message.get("ready"):
+            if self._unready_because:
+                log.info("the zygote is ready: training processes are forked from it again")
             with self._changed:
-                self._ready, self._was_ready, self._early_deaths = True, True, 0
+                self._ready, self._was_ready, self._early_deaths, self._unready_because = True, True, 0, ""
                 self.broken = message["broken"]
                 self._changed.notify_all()
             return
-        was_ready = self._ready
+        was_ready, lived = self._ready, time.monotonic() - self._started_at
         self._close_zygote()
-        with self._changed:
-            self._early_deaths += not was_ready
-            log.warning("the zygote ended%s", f": {message['failed']}" if "failed" in message else "; starting another")
-            if "failed" in message:
+        if "failed" in message:
+            with self._changed:
                 self._cold_because = f"the zygote cannot run here: {message['failed']}"
-            elif timed_out:
-                self._cold_because = f"the zygote was not ready within {_READY_SECONDS:.0f} s"
-            elif self._early_deaths >= _MAX_EARLY_DEATHS:
-                self._cold_because = f"the zygote died {self._early_deaths} times before it was ready"
+                self._changed.notify_all()
+            log.warning("%s; training processes start cold until the worker is restarted", self._cold_because)
+        elif was_ready:
+            pause = _FIRST_PAUSE if lived > _HEALTHY_SECONDS else min(self._pause * 2, _MAX_PAUSE)
+            self._pause_before_start(pause, "the zygote ended")
+        else:
+            # No more than half of the time is spent on starts, which may be slow because the machine is busy.
+            pause = min(max(self._pause * 2, lived), _MAX_START_PAUSE)
+            self._early_deaths += not timed_out
+            problem = f"the zygote was not ready within {_READY_SECONDS:.0f} s"
+            if not timed_out:
+                times = "" if self._early_deaths == 1 else f" {self._early_deaths} times"
+                problem = f"the zygote died{times} before it was ready"
+            self._pause_before_start(pause, problem)
+
+    def _pause_before_start(self, pause: float, problem: str) -> None:
+        """Plan the next start of a zygote; processes start cold until it is ready if that may take long."""
+        self._pause, self._start_at = pause, time.monotonic() + pause
+        with self._changed:
+            is_long = pause > _LONGEST_WAIT or self._early_deaths >= _MAX_EARLY_DEATHS
+            if is_long or self._unready_because:
+                self._unready_because = f"{problem}; another one is started after a pause that grows with each failure"
             self._changed.notify_all()
+        meanwhile = ", and training processes start cold until it is ready" if self._starts_cold() else ""
+        log.warning("%s; another one is started in %.1f s%s", problem, pause, meanwhile)
 
     def _close_zygote(self) -> None:
         with self._changed:

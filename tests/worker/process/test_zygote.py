@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -27,6 +28,7 @@ from tests.worker.process.launching import CPU, Said, is_alive, launch, start_la
 from tests.worker.trainers import write_job
 from worker import devices
 from worker.process import child, zygote
+from worker.process import launcher as module
 from worker.process.launcher import Launcher
 from worker.process.spawn import LaunchError
 
@@ -317,7 +319,6 @@ class TestRefusal:
         ("module", "reason"),
         [
             ("tests.worker.process.preloads.starts_thread", "threads"),
-            ("tests.worker.process.preloads.dies", "died 3 times"),
             ("tests.worker.process.preloads.missing", "No module named"),
         ],
     )
@@ -330,17 +331,72 @@ class TestRefusal:
         assert Said(launch(launcher, tmp_path, "quick", code=2)).to_the_end().code == 2
         launcher.stop()
 
-    def test_zygote_that_never_gets_ready_leads_to_cold_starts(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("launcher_mode", ["auto", "zygote"])
+    @pytest.mark.parametrize(
+        ("how", "reason"), [("hangs", "was not ready within 1 s; another one"), ("dies", "died 3 times before")]
+    )
+    def test_zygote_that_fails_to_get_ready_is_started_again_until_it_is_and_launches_are_cold_meanwhile(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        how: str,
+        reason: str,
+        launcher_mode: str,
     ) -> None:
-        monkeypatch.setattr("worker.process.launcher._READY_SECONDS", 0.2)
-        monkeypatch.setattr("worker.process.launcher.sys.executable", "/bin/sleep")
-        launcher = Launcher(Settings(home=tmp_path), preload=["60"])
-        monkeypatch.setattr("worker.process.launcher.CODE_ROOT", tmp_path)
+        caplog.set_level("INFO", "worker.process.launcher")
+        monkeypatch.setattr(module, "_READY_SECONDS", 1.0 if how == "hangs" else 120.0)
+        monkeypatch.setattr(module, "_LONGEST_WAIT", 0.5)
+        monkeypatch.setattr(module, "_MAX_START_PAUSE", 0.6)
+        monkeypatch.setenv("HF_XET_TEST_FAILURE", str(tmp_path / "failure"))
+        (tmp_path / "failure").write_text(how)
+        settings = Settings(home=tmp_path, launch=launcher_mode)  # type: ignore[arg-type]
+        launcher = Launcher(settings, preload=["tests.worker.trainers", "tests.worker.process.preloads.fails_for_now"])
+        launcher.start()
+        eventually(lambda: launcher._unready_because.startswith(f"the zygote {reason}"), timeout=120)
+        if launcher_mode == "auto":
+            assert (launcher.mode, launcher.reason) == ("cold", launcher._unready_because)
+            assert launcher.wait_ready(0)
+            process = launch(launcher, tmp_path / "cold", "quick", code=2)
+            assert process.launched == "cold" and Said(process).to_the_end().code == 2
+        else:
+            assert (launcher.mode, launcher.reason, launcher.wait_ready(0)) == ("zygote", "", False)
+        (tmp_path / "failure").unlink()
+        monkeypatch.setattr(module, "_READY_SECONDS", 120.0)
+        eventually(lambda: launcher.zygote_pid is not None, timeout=120)
+        assert (launcher.mode, launcher.reason) == ("zygote", "")
+        process = launch(launcher, tmp_path / "warm", "quick", code=3)
+        assert process.launched == "zygote" and Said(process).to_the_end().code == 3
+        launcher.stop()
+        said = [record.getMessage() for record in caplog.records]
+        cold = ", and training processes start cold until it is ready" * (launcher_mode == "auto")
+        assert any(reason.partition(";")[0] in line and line.endswith(f"s{cold}") for line in said), said
+        assert said[-1] == "the zygote is ready: training processes are forked from it again"
+
+    def test_pauses_between_starts_grow_and_are_no_shorter_than_a_start_has_taken(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "_READY_SECONDS", 0.3)
+        monkeypatch.setattr(module, "_MAX_START_PAUSE", 0.9)
+        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.process.preloads.sleeps"])
+        launcher.start()
+        pattern = re.compile(r"the zygote was not ready within 0 s; another one is started in ([0-9.]+) s")
+        eventually(lambda: sum(bool(pattern.match(line)) for line in caplog.messages) >= 3)
+        launcher.stop()
+        pauses = [float(match[1]) for line in caplog.messages if (match := pattern.match(line))][:3]
+        assert 0.3 <= pauses[0] < pauses[1] <= pauses[2] == 0.9
+
+    def test_zygote_whose_imports_cannot_be_forked_is_not_started_again(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        launcher = Launcher(Settings(home=tmp_path), preload=["tests.worker.process.preloads.starts_thread"])
         launcher.start()
         assert launcher.wait_ready(120)
-        assert launcher.mode == "cold"
+        assert Said(launch(launcher, tmp_path, "quick")).to_the_end().code == 0, "the keeper has had its turn"
+        assert launcher._zygote is None
         launcher.stop()
+        (line,) = caplog.messages
+        assert "threads" in line and line.endswith("training processes start cold until the worker is restarted")
 
 
 class TestGpu:
