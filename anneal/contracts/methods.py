@@ -308,9 +308,19 @@ def options_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return options if isinstance(options, Mapping) else {}
 
 
+def predict_options(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the options of a prediction in a raw or stored configuration; None if it is of another task."""
+    extra = config.get("extra")
+    options = extra.get("predict") if isinstance(extra, Mapping) else None
+    return options if isinstance(options, Mapping) else None
+
+
 def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield field and content of each reward of a raw or stored configuration; malformed entries are skipped."""
-    listed = options_of(config).get("rewards") if method_of(config).generates else None
+    group, options = "extra.predict", predict_options(config)
+    if options is None:
+        group, options = method_of(config).name.value, options_of(config) if method_of(config).generates else {}
+    listed = options.get("rewards")
     for at, reward in enumerate(listed if isinstance(listed, list) else ()):
         if isinstance(reward, Mapping):
-            yield f"{method_of(config).name}.rewards.{at}", reward
+            yield f"{group}.rewards.{at}", reward

@@ -12,13 +12,14 @@ from sqlalchemy.orm import aliased
 
 from anneal.contracts.attempt.messages import RepairProposal
 from anneal.contracts.attempt.repair import Repair
-from anneal.contracts.methods import method_of, options_of
+from anneal.contracts.methods import method_of, options_of, predict_options
 from app.runs.state.checkpoints import retention
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Attempt
 from worker.claimed_run import ClaimedRun
 
 OUT_OF_MEMORY = "out_of_memory"
+_TOKENS = "extra.predict.batch_tokens"
 
 
 def resolve_repair(connection: Connection, run: ClaimedRun, repair: Repair) -> Repair:
@@ -119,11 +120,12 @@ def apply_repairs(config: Mapping[str, Any], repairs: Sequence[Repair]) -> tuple
     """Return the repaired configuration and the names of the changed fields."""
     repaired, names = dict(config), set()
     for name, value in (change for one in repairs for change in one.changes.items()):
-        group, _, member = name.rpartition(".")
-        if group:
-            repaired[group] = {**repaired.get(group, {}), member: value}
-        else:
-            repaired[name] = value
+        *groups, member = name.split(".")
+        place = repaired
+        for group in groups:
+            place[group] = dict(place.get(group, {}))
+            place = place[group]
+        place[member] = value
         names.add(name)
     return repaired, names
 
@@ -137,6 +139,10 @@ def _memory_saving_changes(config: Mapping[str, Any], phase: str) -> tuple[dict[
         together = int(options_of(config)["num_generations"]) if method_of(config).generates else 1
         fewer = at_once // 2 // together * together
         return ({"extra.eval_batch_size": fewer}, {"extra.eval_batch_size": at_once}) if fewer else None
+    if phase == "predicting" and (options := predict_options(config)) and options["batch_tokens"] is not None:
+        fewer_tokens, tokens = int(options["batch_tokens"]) // 2, int(options["batch_tokens"])
+        # Fewer tokens than one answer may have make the batches no smaller.
+        return ({_TOKENS: fewer_tokens}, {_TOKENS: tokens}) if fewer_tokens >= options["max_new_tokens"] else None
     if phase not in ("training", "saving"):
         return None  # loading does not depend on the batch size
     most = batch // method_of(config).min_batch_size

@@ -62,8 +62,9 @@ class CheckpointSource:
             if not problems:
                 return RestoreResult(RestoreOutcome.WHOLE)
             result = restore_checkpoint(self._context, run, checkpoint, place, problems, self._control)
-        # The configuration of an evaluation does not name the engine that may have a checkpoint without a folder.
-        may_be_in_engine = run.task == RunTask.evaluate and not place.exists()
+        # The configuration of an evaluation or prediction does not name the engine that may have a checkpoint without a
+        # folder.
+        may_be_in_engine = RunTask(run.task).is_inference and not place.exists()
         if result.outcome is RestoreOutcome.BAD and self._marks_corrupt and not may_be_in_engine:
             with self._context.engine.begin() as connection:
                 connection.execute(retention.mark_corrupt(checkpoint.id, result.why, run.id, run.lease_epoch))
@@ -102,20 +103,35 @@ class CheckpointSource:
             is_refused = any(result.is_refused for _, result in away)
             checkpoint, result = away[0]
             raise self._out_of_reach(checkpoint, replace(result, is_refused=is_refused))
-        if in_engine is None and self._run.resume_checkpoint_id:
+        # A prediction has the same answers from the start.
+        if in_engine is None and self._run.resume_checkpoint_id and self._run.task != RunTask.predict:
             raise JobError(
                 "config_error",
                 'the parent run has no intact checkpoint: resume it with {"from": "start"} to train from the beginning',
             )
         return in_engine
 
-    def obtain_chosen(self) -> Any:
-        """Return the checkpoint that the run evaluates or exports; no other one can take its place.
+    def obtain_weights(self) -> Any:
+        """Return the checkpoint whose weights the run evaluates or predicts with, also if it resumes a prediction.
+
+        None: it uses other weights. Raises as `obtain_chosen` does.
+        """
+        checkpoint_id = self._run.resume_checkpoint_id
+        while checkpoint_id is not None:
+            owner = select(Run.task, Run.resume_checkpoint_id).join(Checkpoint, Checkpoint.run_id == Run.id)
+            saved_by = self._fetch_rows(owner.where(Checkpoint.id == checkpoint_id))[0]
+            if saved_by.task != RunTask.predict:
+                return self.obtain_chosen(checkpoint_id)
+            checkpoint_id = saved_by.resume_checkpoint_id
+        return None
+
+    def obtain_chosen(self, checkpoint_id: str | None) -> Any:
+        """Return the checkpoint that the run uses or exports; no other one can take its place.
 
         Raises:
             JobError: It no longer exists, or is not reachable now.
         """
-        query = select(Checkpoint.__table__).where(Checkpoint.id == self._run.resume_checkpoint_id)
+        query = select(Checkpoint.__table__).where(Checkpoint.id == checkpoint_id)
         checkpoint = self._fetch_rows(query)[0]
         is_export = self._run.task == RunTask.export
         why = "it was deleted" if checkpoint.deleted_at else checkpoint.bad_reason
@@ -123,7 +139,7 @@ class CheckpointSource:
             result = self.obtain(checkpoint)
             why = None if result.outcome is RestoreOutcome.WHOLE else result.why
         if why is not None:
-            done, again = ("exported", "export") if is_export else ("evaluated", "evaluate")
+            done, again = ("exported", "export") if is_export else ("used", "use")
             raise JobError("config_error", f"checkpoint {checkpoint.id} cannot be {done}: {why}; {again} another one")
         return checkpoint
 
@@ -197,12 +213,14 @@ class CheckpointSource:
             chosen = next(iter(self._fetch_rows(select(table).where(table.c.id == resumes))), None)
             if chosen is None:
                 return
+            (saved_by,) = self._fetch_rows(select(Run.task, Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
+            if self._run.task == RunTask.predict != saved_by.task:
+                return  # it has the weights
             if chosen.deleted_at is None and chosen.bad_reason is None:
                 yield chosen
             earlier = retention.select_restorable(chosen.run_id, below_step=chosen.step)
             yield from self._fetch_rows(earlier.with_only_columns(*table.c))  # type: ignore[attr-defined]
-            parent = self._fetch_rows(select(Run.resume_checkpoint_id).where(Run.id == chosen.run_id))
-            resumes = parent[0].resume_checkpoint_id if parent else None
+            resumes = saved_by.resume_checkpoint_id
 
     def _fetch_rows(self, statement: Executable) -> Sequence[Any]:
         with self._context.engine.connect() as connection:

@@ -125,21 +125,24 @@ def prepare_job(
 def _obtain_start(
     run: ClaimedRun, inputs: JobInputs, source: CheckpointSource, remarks: list[str]
 ) -> tuple[Any, TrainedWeights | None]:
-    """Return the checkpoint that the attempt resumes from or exports, and the weights that it evaluates.
+    """Return the checkpoint that the attempt resumes from or exports, and the weights that it uses unchanged.
 
-    Without these, it trains from the beginning, or evaluates the base model.
+    Without these, it starts from the beginning, or uses the base model.
     """
     checkpoint, weights = None, None
     match run.task:
         case RunTask.train:
             checkpoint = source.obtain_newest(remarks)
         case RunTask.export:
-            checkpoint = source.obtain_chosen()
-        case RunTask.evaluate if run.resume_checkpoint_id is None:
-            weights = inputs.fetch_evaluated_output()
-        case RunTask.evaluate:
-            chosen = source.obtain_chosen()
-            weights = TrainedWeights(path=source.folder_of(chosen), step=chosen.step, epoch=chosen.epoch)
+            checkpoint = source.obtain_chosen(run.resume_checkpoint_id)
+        case RunTask.evaluate | RunTask.predict:
+            chosen = source.obtain_weights()
+            if chosen is None:
+                weights = inputs.fetch_trained_output()
+            else:
+                weights = TrainedWeights(path=source.folder_of(chosen), step=chosen.step, epoch=chosen.epoch)
+            if run.task == RunTask.predict:
+                checkpoint = source.obtain_newest(remarks)
     return checkpoint, weights
 
 

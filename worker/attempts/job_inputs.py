@@ -116,8 +116,8 @@ class JobInputs:
                 return
             name = producer.base_model
 
-    def fetch_evaluated_output(self) -> TrainedWeights | None:
-        """Fetch the output of the run that this one evaluates; None if that is the base model itself.
+    def fetch_trained_output(self) -> TrainedWeights | None:
+        """Fetch the output of the run whose weights this one uses; None if that is the base model itself.
 
         Raises:
             JobError: It does not exist any more, or is not reachable now.
@@ -131,7 +131,7 @@ class JobInputs:
         storage = self._context.storage
         place = storage.output_dir(run_id, trained.output_attempt)
         if not place.is_dir():
-            message = f"the output of run {run_id} is not in this worker's storage ({storage.root}); evaluate one "
+            message = f"the output of run {run_id} is not in this worker's storage ({storage.root}); use one "
             raise JobError("model_not_found", message + "of its checkpoints, or resume the run to create it again")
         last, step = trained.current_step, ModelFolder(storage, place).read_json(EXPORT).get("step")
         if not isinstance(step, int) or not 0 < step < last:

@@ -43,6 +43,9 @@ _LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
 }
 """End reason and text of the `status` event, by the trainer's reason."""
 
+_COMPLETE = {RunTask.evaluate: "the evaluation is complete", RunTask.predict: "all rows are answered"}
+"""Texts of runs that do not train."""
+
 _OWN_STOPS = ("epoch_end", "time_limit", "stop_at_step")
 """Reasons for which a trainer stops without an immediate request."""
 
@@ -98,8 +101,7 @@ def _reported_transition(run: ClaimedRun, result: TrainingResult) -> Executable:
     if why == "epoch_end":
         return machine.cancel(run.id, run.lease_epoch)
     end_reason, text = _LIMITS.get(why, _LIMITS[None])
-    if run.task == RunTask.evaluate:
-        text = "the evaluation is complete"
+    text = _COMPLETE.get(run.task, text)
     if exported := result.get("exported"):
         text += f"; exported the {exported[:300]}"
     hub = result.get("hub")

@@ -36,6 +36,7 @@ from worker.training.methods.checkpoint_export import export_checkpoint
 from worker.training.model import loader
 from worker.training.output import gguf, hub_push
 from worker.training.plugins import hooks, metric_functions
+from worker.training.prediction.predict import predict_rows
 from worker.training.ranks import Ranks, RankZeroUnreachableError, is_peer_lost
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
@@ -172,6 +173,8 @@ def _train_job(
         memory.record_allocations(run)
         if job.task is RunTask.export:
             result = export_checkpoint(run)
+        elif job.task is RunTask.predict:
+            result = predict_rows(run, list(effective.replaced))
         else:
             result = _TRAIN[requested.method](run, list(effective.replaced))
     except Exception as error:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from anneal.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
 from anneal.contracts.attempt.messages import StepMetrics
 from anneal.contracts.methods import METHODS, Method
-from anneal.contracts.run_task import RunTask
 from anneal.contracts.stop import StopRequest
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.resolution import Replacement
@@ -85,9 +84,9 @@ class TrainingContext:
         return METHODS[self.config.method]
 
     @property
-    def only_evaluates(self) -> bool:
-        """True for a run that evaluates given weights and does not train."""
-        return self.job.task is RunTask.evaluate
+    def is_inference(self) -> bool:
+        """True for a run that uses given weights and does not train: an evaluation or a prediction."""
+        return self.job.task.is_inference
 
     @property
     def is_sharded(self) -> bool:

@@ -67,7 +67,7 @@ class EvaluatedCheckpoint(ResumePoint):
 
 
 class TrainedWeights(_Part):
-    """Weights to evaluate: the folder of a checkpoint or of an output."""
+    """Weights to use: the folder of a checkpoint or of an output."""
 
     path: Path
     step: int
@@ -111,7 +111,7 @@ class JobSpec(_Part):
     auto_repairs: list[Repair] = Field(default_factory=list)
     """Repairs of earlier attempts, in order."""
     dataset: DataSource
-    """Dataset to train on; for the task `evaluate`, to evaluate on."""
+    """Dataset to train on; for the tasks `evaluate` and `predict`, to use the weights on."""
     eval_dataset: DataSource | None = None
     extra_eval_datasets: dict[str, DataSource] = Field(default_factory=dict)
     """Further datasets to evaluate on, by the name in their metrics; no decision of the training depends on them."""
@@ -132,7 +132,7 @@ class JobSpec(_Part):
     best_checkpoint: EvaluatedCheckpoint | None = None
     """Checkpoint with the best evaluation so far, for the output."""
     weights: TrainedWeights | None = None
-    """Weights to evaluate; None: those of the base model. Only for the task `evaluate`."""
+    """Weights to use; None: those of the base model. Only for the tasks `evaluate` and `predict`."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     sharded: bool = False

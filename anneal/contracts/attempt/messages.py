@@ -124,7 +124,9 @@ class EvalRecord(TypedDict):
     metrics: Mapping[str, object]
 
 
-Phase = Literal["loading", "tokenizing", "training", "evaluating", "saving", "exporting", "pushing"]
+Phase = Literal[
+    "loading", "tokenizing", "training", "evaluating", "predicting", "saving", "exporting", "pushing"
+]  # fmt: skip
 
 
 class PhaseRecord(TypedDict):

@@ -17,7 +17,7 @@ from anneal.contracts.methods import (
     method_of,
 )
 from anneal.contracts.plugins import Plugin, checked_template
-from anneal.contracts.prompts import MOST_PROMPT_CHARACTERS, SamplePrompts
+from anneal.contracts.prompts import MOST_PROMPT_CHARACTERS, PredictOptions, SamplePrompts
 from anneal.contracts.training_config.optimizers import OptimizerOptions, SchedulerOptions
 
 MOST_STEPS = 100_000_000
@@ -64,6 +64,9 @@ Seconds = Annotated[float, Field(gt=0, le=31_536_000), SECONDS]
 
 TrackerName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^/\\#?%:\x00-\x1f]+$")]
 """Name in an experiment tracker; the characters are those that W&B accepts in a project."""
+
+REVISION = r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$"
+"""Pattern of a branch, tag or commit of a hub model."""
 
 ModuleName = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.]+$")]
 
@@ -187,6 +190,11 @@ class TrainerOptions(Strict):
         default=False,
         description="Only measure: train two steps on the longest rows and save nothing. "
         "`POST /v1/runs/estimate` with `probe` creates such runs.",
+    )
+    predict: Annotated[PredictOptions | None, Traits(in_probe=False)] = Field(
+        default=None,
+        description="Options of a prediction, which has no other of `extra` than those about its model. "
+        "`POST /v1/runs/predict` creates such runs.",
     )
     prune_fraction: Annotated[float | None, Traits(in_probe=False)] = Field(
         default=None,
@@ -498,7 +506,7 @@ class TrainingConfig(Strict):
     )
 
     revision: Annotated[str | None, Traits()] = Field(
-        default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]*$",
+        default=None, min_length=1, max_length=200, pattern=REVISION,
         description="Branch, tag or commit of a hub model.",
     )  # fmt: skip
     report_to: Annotated[

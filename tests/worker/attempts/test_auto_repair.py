@@ -98,3 +98,14 @@ def test_checkpoint_where_the_attempt_did_not_start_is_not_marked_corrupt(lab: L
     lab.begins_at(0)
     lab.trouble(105, [])
     assert lab.bad() == []
+
+
+def test_prediction_without_memory_goes_on_with_smaller_batches_until_they_have_one_row() -> None:
+    options = {"batch_tokens": 1024, "max_new_tokens": 300}
+    config = {"batch_size": 4, "on_out_of_memory": "repair", "extra": {"predict": options}}
+    repair = auto_repair.propose_repair(config, "predicting", "out_of_memory", None)
+    assert repair is not None and repair.changes == {"extra.predict.batch_tokens": 512}
+    repaired, names = auto_repair.apply_repairs(config, [repair])
+    assert repaired["extra"]["predict"] == {**options, "batch_tokens": 512} and options["batch_tokens"] == 1024
+    assert names == {"extra.predict.batch_tokens"}
+    assert auto_repair.propose_repair(repaired, "predicting", "out_of_memory", None) is None

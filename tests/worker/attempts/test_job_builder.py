@@ -177,8 +177,8 @@ def test_run_on_a_damaged_checkpoint_names_and_marks_it_and_reads_no_other_one(
     verified: list[Path] = []
     verify = manifest.verify
     monkeypatch.setattr(manifest, "verify", lambda place, *more: verified.append(place) or verify(place, *more))
-    done = {"export": "exported", "evaluate": "evaluated"}[task]
-    with pytest.raises(JobError, match=f"{lab.ids[20]} cannot be {done}: .*; {task} another one") as refused:
+    done, again = ("exported", "export") if task == "export" else ("used", "use")
+    with pytest.raises(JobError, match=f"{lab.ids[20]} cannot be {done}: .*; {again} another one") as refused:
         prepare_job(lab.context, export_of(lab, 20, task), CPU, WAITS)
     assert not refused.value.is_transient and [place.name for place in verified] == ["checkpoint-20"]
     assert lab.bad_reasons()[20] is not None
@@ -187,7 +187,7 @@ def test_run_on_a_damaged_checkpoint_names_and_marks_it_and_reads_no_other_one(
 def test_evaluation_of_a_checkpoint_whose_folder_is_missing_leaves_it_to_the_engine_of_its_run(lab: Lab) -> None:
     shutil.rmtree(lab.save(10))
     lab.trainer.complete()
-    with pytest.raises(JobError, match="cannot be evaluated: it is not in this worker's storage; evaluate another one"):
+    with pytest.raises(JobError, match="cannot be used: it is not in this worker's storage; use another one"):
         prepare_job(lab.context, export_of(lab, 10, "evaluate"), CPU, WAITS)
     assert lab.bad_reasons() == {10: None}
 

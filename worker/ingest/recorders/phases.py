@@ -16,6 +16,9 @@ from worker.ingest.recorders.metrics import MetricRecorder
 from worker.ingest.sink import EventSink
 from worker.ingest.spool import RunUpdate
 
+_MAIN_PHASES = {RunTask.train: "training", RunTask.predict: "predicting"}
+"""Phases with which a run is running, by its task."""
+
 
 class PhaseRecorder:
     """Recorder of the phases of one attempt."""
@@ -32,8 +35,7 @@ class PhaseRecorder:
         metrics.timer.enter_phase(phase, metrics.start.step)
         progress = {"phase": phase, "done": None, "total": None, "message": phase}
         self._sink.enqueue_item(NewEvent.from_payload("progress", ts, progress))
-        main_phase = "training" if run.task == RunTask.train else "evaluating"
-        if phase == main_phase and not state.training_started:
+        if phase == _MAIN_PHASES.get(run.task, "evaluating") and not state.training_started:
             state.training_started = True
             metrics.set_total_steps(entered.get("total_steps"))
             start, total = metrics.start, metrics.total_steps

@@ -1,9 +1,9 @@
 """Checkpoints of a trainer: written completely or not at all, and restored so that training continues exactly."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,18 @@ class SavingTrainer(ServiceTrainer, Protocol):
     """A trainer that saves checkpoints."""
 
     saving: "CheckpointSaver"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFacts:
+    """Facts about a checkpoint, for its manifest and for the supervisor."""
+
+    step: int
+    facts: dict[str, Any]
+    kind: str
+    epoch: float | None
+    answered_saves: AnsweredSaves = field(default_factory=AnsweredSaves)
+    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 def save_checkpoint(trainer: SavingTrainer) -> bool:
@@ -283,11 +295,11 @@ class CheckpointSaver:
             self._run.report.message(line, "warning")
 
 
-def _describe_checkpoint(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_About":
+def _describe_checkpoint(trainer: ServiceTrainer, facts: dict[str, Any]) -> CheckpointFacts:
     """Describe a checkpoint of the current state, for its manifest and for the supervisor."""
     run, step = trainer.run, trainer.state.global_step
-    return _About(
-        step,
+    return CheckpointFacts(
+        step=step,
         facts={
             "run_id": run.job.run_id,
             "attempt": run.job.attempt,
@@ -309,22 +321,12 @@ def _describe_checkpoint(trainer: ServiceTrainer, facts: dict[str, Any]) -> "_Ab
     )
 
 
-@dataclass(frozen=True)
-class _About:
-    step: int
-    facts: dict[str, Any]
-    kind: str
-    epoch: float | None
-    answered_saves: AnsweredSaves
-    metrics: dict[str, float | None]
-
-
 def _complete_checkpoint(
     saving: CheckpointSaver,
     run: TrainingContext,
     snapshot: Snapshot,
     staging: Path,
-    about: _About,
+    about: CheckpointFacts,
     alive: HeartbeatCallback,
 ) -> None:
     """Write what is not in the folder yet, commit the folder, and report it; no partial checkpoint remains.
@@ -336,10 +338,30 @@ def _complete_checkpoint(
         with suppress(PartNotWritten):  # rank 0 has it too, and decides what follows
             snapshot.write(staging, alive)  # its part; rank 0 does the rest
         return
+    sha256 = commit_checkpoint(run, staging, lambda: snapshot.write(staging, alive), about, alive)
+    saving.kept_step = about.step
+    place, metric = run.folder / f"checkpoint-{about.step}", about.metrics[run.method.eval_metric]
+    if metric is not None:
+        run.note_evaluated_checkpoint(
+            EvaluatedCheckpoint(path=place, step=about.step, manifest_sha256=sha256, metric=metric)
+        )
+    saving.engine_copier.queue_copy(place)
+
+
+def commit_checkpoint(
+    run: TrainingContext, staging: Path, write: Callable[[], None], about: CheckpointFacts, alive: HeartbeatCallback
+) -> str:
+    """Let `write` complete the folder, make it a checkpoint, report it, and return the SHA-256 of its manifest.
+
+    No partial checkpoint remains.
+
+    Raises:
+        OSError, RuntimeError: the disk is full.
+    """
     name, began = f"checkpoint-{about.step}", time.monotonic()
     try:
         with heartbeat_while_growing(alive, staging):
-            snapshot.write(staging, alive)
+            write()
         sha256 = manifest.write_manifest(staging, about.step, about.facts, alive)
         size = bytes_below(staging)
         manifest.commit(staging, run.folder / name, alive)
@@ -362,13 +384,7 @@ def _complete_checkpoint(
             "metrics": about.metrics,
         }
     )
-    saving.kept_step = about.step
-    metric = about.metrics[run.method.eval_metric]
-    if metric is not None:
-        run.note_evaluated_checkpoint(
-            EvaluatedCheckpoint(path=run.folder / name, step=about.step, manifest_sha256=sha256, metric=metric)
-        )
-    saving.engine_copier.queue_copy(run.folder / name)
+    return sha256
 
 
 def verify_checkpoint(path: Path, manifest_sha256: str, alive: HeartbeatCallback = no_heartbeat) -> None:

@@ -123,7 +123,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         """Decide what follows from the metrics of an evaluation."""
         run, name = self.run, self.run.method.eval_metric
         value = metrics.get(name)
-        if value is None or run.only_evaluates:
+        if value is None or run.is_inference:
             return
         if not self.trainer.evaluation_is_due():  # only requested: training does not depend on it
             if math.isfinite(value):

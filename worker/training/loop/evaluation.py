@@ -105,7 +105,7 @@ class EvaluationMixin(Trainer):  # type: ignore[misc]
         run.record_evaluation(self.state.global_step, self.state.epoch, results)
         decision.share_decision(self)  # a plugin may have decided something because of the metrics
         self.actions.answer_evaluations(results)
-        if not self.control.should_training_stop and not run.only_evaluates:
+        if not self.control.should_training_stop and not run.is_inference:
             run.report.send({"type": "phase", "name": "training"})
         return dict(metrics)
 

@@ -75,7 +75,7 @@ def generate_texts(
         temperature=temperature or None,
         top_k=0 if temperature > 0 else None,
         use_cache=True,
-        eos_token_id=_end_tokens(model, tokenizer),
+        eos_token_id=end_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
     texts: list[str] = []
@@ -105,7 +105,7 @@ def generate_texts(
     return texts
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end a text: that of the tokenizer, and those of the model, such as the end of a turn."""
     published = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     more = published if isinstance(published, list) else [published]

@@ -92,10 +92,10 @@ class WeightsMixin(Trainer):  # type: ignore[misc]
         if not any(expert_modules(self.model)):
             check_keys(self.model, missing, unexpected, _CHECKPOINT)
 
-    def load_evaluated_weights(self, weights: TrainedWeights) -> None:
-        """Load weights to evaluate, and the position at which they were saved."""
+    def load_trained_weights(self, weights: TrainedWeights) -> None:
+        """Load weights to use, and the position at which they were saved."""
         self.run.report.send(
-            {"type": "progress", "phase": "loading", "done": 1, "total": 2, "message": "weights to evaluate"}
+            {"type": "progress", "phase": "loading", "done": 1, "total": 2, "message": "weights to use"}
         )
         self._load_from_checkpoint(str(weights.path))
         self.state.global_step, self.state.epoch = weights.step, weights.epoch

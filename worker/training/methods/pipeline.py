@@ -89,7 +89,7 @@ def train_on_tokens(
         )
         planned = plan_step(trainer, replaced) | compile_ahead(trainer)
         facts = report_run_info(trainer, base, replaced, data, max_length=max_length, **tokenized, **planned)
-        if run.only_evaluates:
+        if run.is_inference:
             return evaluate_weights(trainer)
         train_to_end(trainer)
         return finish_run(trainer, start, facts)
@@ -164,7 +164,7 @@ def build_trainer(make: Callable[..., Trains], run: TrainingContext, start: Base
     loader.name_base(trainer.model, run.job.base_model.portable_name)
     if run.config.weights_dtype == "float32":
         loader.keep_full_precision(trainer.model)
-    is_compiled = run.config.torch_compile and not run.only_evaluates
+    is_compiled = run.config.torch_compile and not run.is_inference
     is_half = run.config.dtype != "float32"
     trainer.kernels = kernels.use_kernels(trainer.model, is_half=is_half, is_compiled=is_compiled)
     if run.config.lora_dropout > 0 and not is_compiled and trainer.kernels.get("lora", "fused") != "fused":
@@ -174,7 +174,7 @@ def build_trainer(make: Callable[..., Trains], run: TrainingContext, start: Base
         )
     if is_compiled:
         compile_layers(trainer.model)
-    if run.ranks.is_first and not run.only_evaluates and not run.is_probe:
+    if run.ranks.is_first and not run.is_inference and not run.is_probe:
         check_saves(trainer)
     trainer.remove_callback(PrinterCallback)  # it prints dictionaries, in one process of each host
     if run.ranks.is_first:
@@ -208,7 +208,7 @@ def report_run_info(
         **_device_facts(run), "rows": training.rows, "tokens": training.tokens, "sequences": len(training.dataset),
         "eval_rows": held_out.rows if held_out else 0,
         "extra_eval_rows": {name: one.rows for name, one in data.extra.items()},
-        "total_steps": None if run.only_evaluates else trainer.args.max_steps,
+        "total_steps": None if run.is_inference else trainer.args.max_steps,
         "loaded_dtype": str(loader.weights_dtype(run.config, run.machine)), "base_revision": base.revision, **more,
     }  # fmt: skip
     if run.is_probe:
@@ -287,7 +287,7 @@ def evaluate_weights(trainer: ServiceTrainerMixin) -> TrainingResult:
     for history in run.histories:
         history.start_from(None)
     if weights is not None:
-        trainer.load_evaluated_weights(weights)
+        trainer.load_trained_weights(weights)
     trainer.prepare_model()
     metrics = trainer.evaluate()
     return {

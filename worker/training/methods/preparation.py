@@ -180,7 +180,7 @@ def _match_stored_quantization(run: TrainingContext, base: BaseModelSource, repl
     stored = base.stored_quantization
     if stored is None or run.config.trainer_options.model_factory is not None:
         return
-    problems = stored_quantization_conflicts(stored, run.job.config, trains=not run.only_evaluates)
+    problems = stored_quantization_conflicts(stored, run.job.config, trains=not run.is_inference)
     if base.adapter is not None:  # merged into the dequantized weights
         if not stored.is_supported:
             raise TrainingFailure("config_error", problems[0].message)
@@ -329,7 +329,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
     run.report.send({"type": "phase", "name": "tokenizing"})
     config, source, other = run.config, run.job.dataset, run.job.eval_dataset
     try:
-        if run.only_evaluates:
+        if run.is_inference:
             evaluated = read_rows(source, first_rows(source), "evaluation")
             _finish_reading(run, {"evaluation": evaluated})
             return RunData(evaluated, evaluated)
@@ -369,7 +369,7 @@ def _finish_reading(run: TrainingContext, read: Mapping[str, Rows | None]) -> No
 
 def training_rows(run: TrainingContext, training: Rows) -> Dataset:
     """Return the rows to train on: all, the rows of one step only, or in a probe the longest rows."""
-    if run.config.overfit_first_batch or run.only_evaluates:  # a trainer needs some, even if it never trains
+    if run.config.overfit_first_batch or run.is_inference:  # a trainer needs some, even if it never trains
         return data.first_batch(training.dataset, run.config, run.ranks.data_parallel_size)
     if run.is_probe:
         return probe.longest_rows(training.dataset, run.config, run.ranks.data_parallel_size)
@@ -413,7 +413,7 @@ def token_cache(run: TrainingContext) -> TokenCache:
 def total_steps(run: TrainingContext, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run, as the trainer counts them; for a probe, its own number."""
     run.steps_per_epoch = steps_per_epoch
-    if run.only_evaluates:
+    if run.is_inference:
         return 1  # no trainer accepts 0, and it is never asked to train
     return probe.STEPS if run.is_probe else configured_steps(run)
 

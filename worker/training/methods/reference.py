@@ -28,7 +28,7 @@ def is_precomputed(run: TrainingContext) -> bool:
     """
     if run.is_sharded:
         return False
-    trains_again = not run.only_evaluates and preparation.configured_steps(run) > run.steps_per_epoch
+    trains_again = not run.is_inference and preparation.configured_steps(run) > run.steps_per_epoch
     return run.config.lora_r is None or trains_again
 
 

@@ -181,7 +181,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     completions_in_a_step = config.batch_size * config.gradient_accumulation_steps * run.ranks.size
     prompts_in_a_step = completions_in_a_step // rlhf.num_generations
     steps_per_epoch = len(training.dataset) // prompts_in_a_step
-    if steps_per_epoch < 1 and not run.only_evaluates:
+    if steps_per_epoch < 1 and not run.is_inference:
         raise TrainingFailure(
             "bad_data",
             f"A step takes {prompts_in_a_step} prompts, but there are only {len(training.dataset)}: lower `batch_size` "
@@ -189,7 +189,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         )
     total_steps = preparation.total_steps(run, steps_per_epoch)
     seen = training.dataset
-    if config.overfit_first_batch or run.only_evaluates:
+    if config.overfit_first_batch or run.is_inference:
         seen = seen.select(range(min(prompts_in_a_step, len(seen))))
     elif run.is_probe:
         seen = probe.longest_rows(seen, config, run.ranks.size, tokenizer)
@@ -236,7 +236,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         facts = pipeline.report_run_info(
             trainer, base, replaced, data, max_length=max_length, reward_models=fingerprints or None
         )
-        if run.only_evaluates:
+        if run.is_inference:
             return pipeline.evaluate_weights(trainer)
         pipeline.train_to_end(trainer)
         return pipeline.finish_run(trainer, start, facts)

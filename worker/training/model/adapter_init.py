@@ -64,7 +64,7 @@ def adapter_config(
     changes_base = config.init_lora_weights in CHANGES_BASE
     if source is None and changes_base:
         adapter.init_lora_weights = config.init_lora_weights
-    elif source is not None and (changes_base or run.only_evaluates) and not (source / FIRST_VALUES).is_file():
+    elif source is not None and (changes_base or run.is_inference) and not (source / FIRST_VALUES).is_file():
         described = json.loads((source / ADAPTER_CONFIG).read_text())  # of an output, which may be converted
         adapter.r, adapter.lora_alpha = described["r"], described["lora_alpha"]
     return adapter
@@ -158,8 +158,8 @@ def convert_to_unchanged_base(folder: Path) -> None:
 
 
 def _adapter_to_continue(run: TrainingContext) -> Path | None:
-    """Return the folder of the adapter that the run resumes or evaluates; None: it has a new one."""
-    source = run.resume_from or run.job.weights
+    """Return the folder of the adapter that the run resumes or uses; None: it has a new one."""
+    source = run.job.weights if run.is_inference else run.resume_from
     return None if source is None else source.path
 
 

@@ -39,7 +39,7 @@ def choose_checkpointing(
 
     The choice changes neither losses nor updates beyond rounding, so a resumed run may choose again.
     """
-    if run.only_evaluates:
+    if run.is_inference:
         run.config = run.config.model_copy(update={"gradient_checkpointing": False})  # there is no backward pass
         return
     if run.config.gradient_checkpointing != "auto":

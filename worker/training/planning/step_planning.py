@@ -46,7 +46,7 @@ def plan_step(trainer: ServiceTrainerMixin, replaced: list[Replacement]) -> dict
     never changed. The choice is added to `replaced`, and to the run's configuration.
     """
     run = trainer.run
-    if run.only_evaluates:
+    if run.is_inference:
         return {}
     recomputation, meter = Recomputation(trainer.model), pass_meter.meter_of(run.machine)
     sizes = _possible_micro_batches(trainer)
@@ -87,7 +87,7 @@ def compile_ahead(trainer: ServiceTrainerMixin) -> dict[str, Any]:
         TrainingFailure: `config_error`, if this worker or this model cannot compile.
     """
     run = trainer.run
-    if not run.config.torch_compile or run.only_evaluates:
+    if not run.config.torch_compile or run.is_inference:
         return {}
     run.report.message("The layers are being compiled; the first run of a model takes minutes.")
     began = time.monotonic()

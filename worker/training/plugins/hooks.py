@@ -41,7 +41,7 @@ def write_source_rows(run: TrainingContext) -> None:
     if plugin is None:
         return
     job = run.job
-    purpose = "evaluation" if run.only_evaluates else "training"
+    purpose = "evaluation" if run.is_inference else "training"
     changes = {"dataset": _write_rows(run, plugin, job.dataset, purpose)}
     if job.eval_dataset is not None:
         changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")

@@ -44,7 +44,7 @@ def decided(
         config=config_,
         machine=DeviceCapabilities(kind="cuda", bf16=True),
         user_set_fields=set(config),
-        only_evaluates=False,
+        is_inference=False,
         is_sharded=True,
         method=METHODS[config_.method],
         ranks=ranks or Ranks(),

@@ -213,7 +213,7 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     gone = {"path": tmp_path / "gone" / "checkpoint-1", "step": 1, "manifest_sha256": ""}
     job = make_spec(tmp_path, dataset=dataset, resume_from=gone)
     run = types.SimpleNamespace(
-        only_evaluates=False,
+        is_inference=False,
         config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None), ranks=Ranks(),
         raise_if_stopped=lambda: None,
     )  # fmt: skip
