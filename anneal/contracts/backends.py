@@ -14,7 +14,7 @@ from anneal.contracts.methods import TrainingMethod
 from anneal.contracts.schemas.checkpoints import CheckpointExport
 from anneal.contracts.schemas.estimates import RunEstimate
 from anneal.contracts.schemas.runs.reads import TrainingRun
-from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
+from anneal.contracts.schemas.runs.requests import EvaluationCreate, PredictionCreate, RunCreate, RunResume
 from anneal.contracts.stop import StopMode
 
 Transaction = TypeVar("Transaction")
@@ -64,9 +64,9 @@ class BackendRules:
 class TrainingBackend(ABC, Generic[Transaction, Run]):
     """Interface of a backend that executes runs; `tests/app/backends/conformance.py` specifies its behavior.
 
-    `create_run`, `evaluate_model`, `stop_run`, `resume_run` and `export_checkpoint` are part of the caller's
-    transaction; the endpoints use them. `launch`, `stop` and `resume` are the same calls in transactions of their own,
-    for code that has none. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
+    `create_run`, `evaluate_model`, `predict_rows`, `stop_run`, `resume_run` and `export_checkpoint` are part of the
+    caller's transaction; the endpoints use them. `launch`, `stop` and `resume` are the same calls in transactions of
+    their own, for code that has none. Errors that a caller can act on are raised as `app.api.errors.ApiError`.
     """
 
     rules: BackendRules
@@ -97,6 +97,13 @@ class TrainingBackend(ABC, Generic[Transaction, Run]):
     @abstractmethod
     async def evaluate_model(self, transaction: Transaction, request: EvaluationCreate) -> Run:
         """Create a pending run that evaluates a model; the same idempotency key returns the same run.
+
+        Raises 422 with all errors.
+        """
+
+    @abstractmethod
+    async def predict_rows(self, transaction: Transaction, request: PredictionCreate) -> Run:
+        """Create a pending run in which a model answers rows; the same idempotency key returns the same run.
 
         Raises 422 with all errors.
         """

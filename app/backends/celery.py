@@ -15,7 +15,7 @@ from anneal.contracts.schemas.checkpoints import CheckpointExport
 from anneal.contracts.schemas.estimates import RunEstimate
 from anneal.contracts.schemas.runs.placement import ResourceRequest, Resources
 from anneal.contracts.schemas.runs.reads import RunRead, TrainingRun
-from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCreate, RunResume
+from anneal.contracts.schemas.runs.requests import EvaluationCreate, PredictionCreate, RunCreate, RunResume
 from anneal.contracts.stop import StopMode
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.raw_config import given_fields, normalize_numbers
@@ -31,6 +31,7 @@ from app.runs.creating.estimates.store import estimate_and_store
 from app.runs.creating.evaluation import create_evaluation
 from app.runs.creating.export import create_export
 from app.runs.creating.plan import RunPlan
+from app.runs.creating.prediction import create_prediction
 from app.runs.creating.resume import resume_run
 from app.runs.creating.validation.config import config_problems
 from app.runs.creating.validation.result import validation_failed
@@ -105,6 +106,12 @@ class CeleryBackend(TrainingBackend[RunTransaction, Run]):
     async def evaluate_model(self, transaction: RunTransaction, request: EvaluationCreate) -> Run:
         """Insert the run; after the commit, send a hint to the workers."""
         run = await create_evaluation(transaction, self._settings, self._storage, request)
+        self._announce_run(transaction)
+        return run
+
+    async def predict_rows(self, transaction: RunTransaction, request: PredictionCreate) -> Run:
+        """Insert the run; after the commit, send a hint to the workers."""
+        run = await create_prediction(transaction, self._settings, self._storage, request)
         self._announce_run(transaction)
         return run
 

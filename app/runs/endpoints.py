@@ -22,6 +22,7 @@ from anneal.contracts.schemas.runs.comparison import RunComparison
 from anneal.contracts.schemas.runs.reads import RunCounts, RunFull, RunRead, RunRow, RunStopped, RunSummary
 from anneal.contracts.schemas.runs.requests import (
     EvaluationCreate,
+    PredictionCreate,
     RunCheck,
     RunCreate,
     RunEdit,
@@ -160,6 +161,18 @@ async def evaluate_model(body: EvaluationCreate, new: NewRun) -> RunRead:
     """
     transaction = await new.build_transaction("/v1/runs/evaluate")
     return await new.respond_accepted(await backend_or_default(new.request, None).evaluate_model(transaction, body))
+
+
+@router.post("/predict", status_code=202)
+async def predict_rows(body: PredictionCreate, new: NewRun) -> RunRead:
+    """Answer the rows of a dataset with a base model, the output of a run or a checkpoint, without training.
+
+    The prediction is a run of task `predict`: it waits in the same queue, has events, saves checkpoints, and can be
+    stopped and resumed. Its output is the answers beside their prompts, references and scores, in the order of the
+    dataset (`predictions.jsonl` and `predictions.parquet`); its scores are in its `eval` event and in `evaluation`.
+    """
+    transaction = await new.build_transaction("/v1/runs/predict")
+    return await new.respond_accepted(await backend_or_default(new.request, None).predict_rows(transaction, body))
 
 
 @router.post("/stop")
@@ -352,8 +365,10 @@ async def _request_stop(
     session, mode = transaction.session, request.how
     found_no_best = mode == "best" and await best_good(session, run_id) is None
     mode = "checkpoint" if found_no_best else mode
-    if not await service.is_training_task(session, run_id):
-        mode, found_no_best = "discard", False  # it has nothing to save, and no epochs
+    task = await service.task_of(session, run_id)
+    if task is not RunTask.train:  # it has no epochs and no best weights
+        found_no_best = False
+        mode = "checkpoint" if task.saves_checkpoints and mode != "discard" else "discard"
     return await backend.stop_run(transaction, run_id, mode, request.deadline_seconds), mode, found_no_best
 
 

@@ -75,6 +75,9 @@ def _refuse_if_impossible(settings: Settings, source: Run, checkpoint: Checkpoin
     if not rules.loads_model:
         message = f"run {source.id} is of backend `{source.backend}`, whose checkpoints contain no model to export"
         raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])
+    if source.task == RunTask.predict:
+        message = f"run {source.id} is a prediction, whose checkpoints contain answers and no weights"
+        raise invalid([FieldError(field="checkpoint_id", code="not_supported", message=message)])
     if source.status not in TERMINAL:
         raise conflict(
             "run_is_live",

@@ -121,10 +121,14 @@ class NewRun:
         *,
         reason: str,
         checkpoint: Checkpoint | None,
+        of_weights: str | None = None,
         name: str | None = None,
         warnings: Sequence[FieldError] = (),
     ) -> Self:
-        """Return a run that continues or exports another one, from a checkpoint or from the start."""
+        """Return a run that continues or exports another one, from a checkpoint or from the start.
+
+        From the start, a prediction with the weights of a checkpoint has the id of that (`of_weights`) instead.
+        """
         return cls(
             plan=plan,
             experiment_id=parent.experiment_id,
@@ -134,7 +138,7 @@ class NewRun:
             max_restarts=parent.max_restarts,
             warnings=warnings,
             parent_run_id=parent.id,
-            resume_checkpoint_id=checkpoint.id if checkpoint else None,
+            resume_checkpoint_id=checkpoint.id if checkpoint else of_weights,
             current_step=checkpoint.step if checkpoint else 0,
             current_epoch=checkpoint.epoch if checkpoint else 0.0,
             reason=reason,

@@ -32,7 +32,7 @@ from app.runs.creating.creation import RunTransaction, find_by_idempotency_key, 
 from app.runs.creating.estimates.inputs import Subject, read_data
 from app.runs.creating.estimates.service import with_sharding
 from app.runs.creating.plan import NewRun, RunPlan
-from app.runs.creating.requirements import estimate_requirements
+from app.runs.creating.requirements import build_requirements, estimate_requirements
 from app.runs.creating.validation.backends import backend_problems
 from app.runs.creating.validation.config import about_config, config_problems, unusual_warnings
 from app.runs.creating.validation.destinations import destination_problems
@@ -64,6 +64,7 @@ async def resume_run(
     if earlier := await find_by_idempotency_key(session, transaction.caller_id, transaction.idempotency):
         return earlier
     parent = await _lock_ended_run(session, run_id)
+    _refuse_changes_of_prediction(parent, request)
     sent = await destination_problems(session, settings, {**parent.config, **request.config})
     changed = {} if request.from_ == "start" else await read_config_changes(session, parent.id)
     await release_connection(session)
@@ -86,9 +87,36 @@ async def resume_run(
         plan,
         warnings=unusual_warnings(plan.config),
         checkpoint=checkpoint,
+        of_weights=await _weights_of_prediction(session, parent),
         reason=f"resumes {parent.id} " + (f"from step {checkpoint.step}" if checkpoint else "from the start"),
     )
     return await insert_run(transaction, new)
+
+
+def _refuse_changes_of_prediction(parent: Run, request: RunResume) -> None:
+    """Refuse what a resumed prediction cannot change: one half of its answers would differ from the other."""
+    if parent.task != RunTask.predict:
+        return
+    names = [f"config.{name}" for name in sorted(request.config)]
+    names += [] if request.stop_after_steps is None else ["stop_after_steps"]
+    names += [] if request.resources is None or request.resources.devices == 1 else ["resources.devices"]
+    message = "cannot change when a prediction is resumed; create a new one with POST /v1/runs/predict"
+    if parent.status == "completed" and request.from_ is None:
+        what = f"Run {parent.id} has answered all rows; send" + ' {"from": "start"} to answer them again.'
+        raise ApiError(422, "nothing_left_to_train", what)
+    if names:
+        raise invalid([FieldError(field=name, code="not_changeable_on_resume", message=message) for name in names])
+
+
+async def _weights_of_prediction(session: AsyncSession, run: Run | None) -> str | None:
+    """Return the checkpoint with whose weights a prediction answers; None for an output or another task."""
+    while run is not None and run.task == RunTask.predict and run.resume_checkpoint_id is not None:
+        checkpoint = await session.get(Checkpoint, run.resume_checkpoint_id)
+        owner = await session.get(Run, checkpoint.run_id) if checkpoint else None
+        if owner is not None and owner.task != RunTask.predict:
+            return run.resume_checkpoint_id
+        run = owner  # it was resumed
+    return None
 
 
 async def _choose_checkpoint(
@@ -130,6 +158,7 @@ async def _plan_resumed(
         config=config,
         user_set_fields=user_set_fields,
         resources=requested.with_devices(1 if requested.devices == "all" else requested.devices),
+        task=parent.task,
         # As long as the parent exists, which is checked again before the insertion, so do these.
         extra_eval_datasets=await service.extra_eval_datasets(session, parent),
         reward_run_ids=await service.reward_run_ids(session, parent),
@@ -159,6 +188,8 @@ async def _plan_resumed(
         subject = Subject(plan, data, sharded=sharded, fixed_fields=fixed_fields)
         sharded = (await with_sharding(session, settings, storage, subject)).sharded
     plan = replace(plan, config=config)
+    if parent.task == RunTask.predict:
+        return replace(plan, requirements=build_requirements(plan, least={}))
     return replace(plan, requirements=await estimate_requirements(session, settings, storage, plan, sharded))
 
 
@@ -213,7 +244,7 @@ async def _lock_ended_run(session: AsyncSession, run_id: str) -> Run:
             "run_is_live",
             f"Run {run_id} is {run.status}; only a run that has ended can be resumed: wait, or stop it first.",
         )
-    if run.task != RunTask.train:
+    if not RunTask(run.task).saves_checkpoints:
         message = f"Run {run_id} does not train (task `{run.task}`), so there is nothing to resume; create a new one."
         raise conflict("not_a_training", message)
     return run
@@ -282,6 +313,7 @@ async def _find_checkpoint(
         source = await session.get(Checkpoint, run.resume_checkpoint_id) if run.resume_checkpoint_id else None
         most_step = source.step if source else None
         run = await find_locked_run(session, source.run_id) if source else None
+        run = run if run is not None and run.task == parent.task else None  # a prediction uses the weights of others
     if checkpoint_id is not None:
         message = f"run {parent.id} and the runs it resumed have no such checkpoint; GET …/checkpoints lists them"
         raise invalid(

@@ -116,13 +116,13 @@ def preempt_for_first(
 def _preemptible(forecast: Forecast) -> dict[str, RunningRun]:
     """Return the runs that lose no work if they make room.
 
-    Other tasks than training have no checkpoints, and a run that has made no step yet would only lose the time for
+    Evaluations and exports have no checkpoints, and a run that has made no step yet would only lose the time for
     loading its model.
     """
     return {
         run.id: RunningRun(run.id, run.priority, run.owner, run.devices_needed, run.seconds)
         for run in forecast.live
-        if run.task == RunTask.train
+        if RunTask(run.task).saves_checkpoints
         and run.stop_requested_ago is None
         and run.preempted_for is None
         and run.start_step is not None

@@ -70,7 +70,7 @@ async def _run_fields(session: AsyncSession, storage: Storage, run: Run) -> dict
         "extra_eval_datasets": await service.extra_eval_datasets(session, run),
     }
     best_eval = None if run.best_score is None else method_of(run.config).to_score(run.best_score)
-    evaluation = await newest_evaluation(session, run.id) if run.task == RunTask.evaluate else None
+    evaluation = await newest_evaluation(session, run.id) if RunTask(run.task).is_inference else None
     taken |= {"best_eval": best_eval, "evaluation": evaluation, "metrics_history": history}
     return {**same, **derived, **taken}
 

@@ -8,7 +8,7 @@ from sqlalchemy import literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.attempt.run_facts import invalid_facts
-from anneal.contracts.methods import method_of
+from anneal.contracts.methods import rewards_of
 from anneal.contracts.run_status import TERMINAL
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.schemas.runs.requests import RunEdit
@@ -30,7 +30,7 @@ async def get_run(session: AsyncSession, run_id: str) -> Run:
 
 async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
     """Return other runs whose outputs are reward models of the run, oldest first."""
-    if not method_of(run.config).generates:
+    if not any(rewards_of(run.config)):
         return []
     query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
     return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()
@@ -62,10 +62,10 @@ async def run_facts(session: AsyncSession, run: Run) -> tuple[dict[str, Any] | N
     return {name: value for name, value in facts.items() if name not in invalid}, replaced or []
 
 
-async def is_training_task(session: AsyncSession, run_id: str) -> bool:
-    """Return True if the run trains, or if there is none."""
+async def task_of(session: AsyncSession, run_id: str) -> RunTask:
+    """Return the task of a run; `train` if there is none."""
     # Not the whole row, which the session would return again after the run has changed.
-    return await session.scalar(select(Run.task).where(Run.id == run_id)) in (None, RunTask.train)
+    return RunTask(await session.scalar(select(Run.task).where(Run.id == run_id)) or RunTask.train)
 
 
 class RequestedStop(NamedTuple):

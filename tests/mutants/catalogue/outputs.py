@@ -40,8 +40,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/methods/pipeline.py",
-                "    if weights is not None:\n        trainer.load_evaluated_weights",
-                "    if weights is None:\n        trainer.load_evaluated_weights",
+                "    if weights is not None:\n        trainer.load_trained_weights",
+                "    if weights is None:\n        trainer.load_trained_weights",
             ),
         ),
         test="tests/worker/training/methods/test_evaluation.py"
@@ -53,7 +53,7 @@ MUTANTS = (
         about="An evaluation does not keep the run whose output it evaluates.",
         changes=(
             Change(
-                "app/runs/creating/evaluation.py",
+                "app/runs/creating/inference.py",
                 "base_run_id=run.id if run is not None and is_output",
                 "base_run_id=None if run is not None and is_output",
             ),

@@ -116,7 +116,8 @@ class RunSummary(ShortRepr):
     name: str
     tags: list[str]
     task: RunTask = Field(
-        description="`train`; `evaluate`: an evaluation without training; `export`: the output of a checkpoint."
+        description="`train`; `evaluate`: an evaluation without training; `export`: the output of a checkpoint; "
+        "`predict`: answers to the rows of a dataset."
     )
     status: TrainingStatus
     method: TrainingMethod
@@ -127,8 +128,8 @@ class RunSummary(ShortRepr):
     eval_dataset_id: str | None
     priority: int
     pinned: bool = Field(description="Protected from deletion and from retention.")
-    parent_run_id: str | None = Field(description="The run that this one resumes, or whose checkpoint it evaluates.")
-    base_run_id: str | None = Field(description="The run whose output is the base model, or is evaluated.")
+    parent_run_id: str | None = Field(description="The run that this one resumes, or whose checkpoint it uses.")
+    base_run_id: str | None = Field(description="The run whose output is the base model, or is used.")
     attempt: int = Field(description="Number of attempts so far; a lost worker costs one.")
     worker_id: str | None = Field(description="Worker that has the run, or had it last.")
     current_step: int = 0
@@ -150,7 +151,8 @@ class RunSummary(ShortRepr):
     error_code: str | None
     error_message: str | None = None
     fine_tuned_model: str | None = Field(
-        description="Folder of the adapter or model, a path or URL below `ANNEAL_STORAGE`. "
+        description="Folder of the output, a path or URL below `ANNEAL_STORAGE`: the adapter or model, or the answers "
+        "of a prediction. "
         "To train another run on it, use this run's id as `base_model`."
     )
     last_seq: int = Field(description="`seq` of the newest event of the run.")

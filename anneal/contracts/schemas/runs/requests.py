@@ -7,13 +7,14 @@ from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, model
 from pydantic_core import PydanticCustomError
 
 from anneal.contracts.errors import FieldError
-from anneal.contracts.field_types import EvaluationSetName
+from anneal.contracts.field_types import EvaluationSetName, ModelName
 from anneal.contracts.human_numbers import COUNT, SECONDS
+from anneal.contracts.prompts import PredictOptions
 from anneal.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
 from anneal.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
 from anneal.contracts.schemas.short_repr import ShortRepr
 from anneal.contracts.stop import StopMode
-from anneal.contracts.training_config.fields import Steps
+from anneal.contracts.training_config.fields import REVISION, Attention, ChatTemplate, DType, Steps
 
 MOST_TAGS = 50
 
@@ -74,7 +75,28 @@ class RunCreate(Body):
     tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
-class EvaluationCreate(Body):
+class InferenceCreate(Body):
+    """Request for a run that uses a model without training it."""
+
+    model: str = Field(
+        min_length=1,
+        max_length=300,
+        description="Model to use: `run_…` for the output of a run, `ckpt_…` for a checkpoint, otherwise a base "
+        "model as in `config.base_model` of a run.",
+    )
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to use it on.")
+    experiment_id: str | None = Field(
+        default=None,
+        max_length=100,
+        description="ID of the experiment; null: that of the run, for a base model the experiment `default`.",
+    )
+    name: Label | None = Field(default=None, description="Name of the new run; null: it names the model.")
+    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the new run needs.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class EvaluationCreate(InferenceCreate):
     """Request to evaluate a model."""
 
     model_config = ConfigDict(
@@ -83,13 +105,6 @@ class EvaluationCreate(Body):
         }
     )
 
-    model: str = Field(
-        min_length=1,
-        max_length=300,
-        description="Model to evaluate: `run_…` for the output of a run, `ckpt_…` for a checkpoint, otherwise a base "
-        "model as in `config.base_model` of a run.",
-    )
-    dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
     config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
@@ -97,15 +112,54 @@ class EvaluationCreate(Body):
         "others are those of the run. For a base model also `method`. The dataset determines the loss: that of the "
         "run if its method trains on such data, otherwise that of the method that does.",
     )
-    experiment_id: str | None = Field(
-        default=None,
-        max_length=100,
-        description="ID of the experiment; null: that of the run, for a base model the experiment `default`.",
+
+
+class PredictionConfig(PredictOptions):
+    """Configuration of a prediction: its options, and fields of the training configuration about the model."""
+
+    seed: int = Field(
+        default=42, ge=0, le=2**32 - 1, description="Random seed of sampled answers, together with the row's number."
     )
-    name: Label | None = Field(default=None, description="Name of the evaluation; null: it names the model.")
-    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the evaluation needs.")
-    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
-    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+    chat_template: ChatTemplate | None = Field(
+        default=None,
+        description="Chat template: Jinja text, or the name of an installed plugin; null: that of the model.",
+    )
+    dtype: DType | None = Field(
+        default=None, description="Data type of the computation; null: as in training, for a base model of the device."
+    )
+    attn_implementation: Attention | None = Field(
+        default=None, description="Attention implementation; null: as in training, for a base model the best one."
+    )
+    revision: str | None = Field(
+        default=None, max_length=200, pattern=REVISION, description="Branch, tag or commit of a base model of the hub."
+    )
+    tokenizer: ModelName | None = Field(
+        default=None, description="Model whose tokenizer is used with a base model; null: its own."
+    )
+
+
+MODEL_FIELDS = frozenset(PredictionConfig.model_fields.keys() - PredictOptions.model_fields.keys())
+"""Fields of the configuration of a prediction that are those of the same names in a training configuration."""
+
+
+class PredictionCreate(InferenceCreate):
+    """Request to answer the rows of a dataset."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "model": RUN_ID, "dataset_id": DATASET_ID, "config": {"max_new_tokens": 64, "stop": ["\n\n"]},
+                "tags": ["demo"],
+            }
+        }
+    )  # fmt: skip
+
+    dataset_id: str = Field(
+        max_length=100,
+        description="ID of the dataset: `chat` (an answer at the end of a chat is its reference), `prompt_completion` "
+        "or `prompt` (with its `answer`).",
+    )
+    config: PredictionConfig = Field(default_factory=PredictionConfig, description="How the model answers.")
 
 
 class DatasetSize(Body):

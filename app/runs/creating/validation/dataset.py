@@ -5,7 +5,8 @@ from typing import Any
 
 from anneal.contracts import rewards
 from anneal.contracts.errors import FieldError
-from anneal.contracts.methods import DEFAULT_METHOD, METHODS, method_of, rewards_of
+from anneal.contracts.methods import DEFAULT_METHOD, METHODS, method_of, predict_options, rewards_of
+from anneal.contracts.prompts import PREDICTABLE_FORMATS
 from app.tables.datasets import Dataset
 
 
@@ -16,18 +17,32 @@ def data_problems(config: Mapping[str, Any], place: str, dataset: Dataset, split
     `eval_split`.
     """
     method, extra, part = method_of(config), config.get("extra"), config.get("eval_split")
-    if config.get("method", DEFAULT_METHOD) in list(METHODS) and dataset.format not in method.formats:
+    predicts = predict_options(config)
+    if predicts is not None and dataset.format not in PREDICTABLE_FORMATS:
+        formats = ", ".join(f"`{item}`" for item in PREDICTABLE_FORMATS)
+        message = (
+            f"answers are for {formats}, and this dataset is `{dataset.format}`; upload the prompts in that format"
+        )
+        yield FieldError(field=place, code="wrong_dataset_format", message=message)
+    elif (
+        predicts is None
+        and config.get("method", DEFAULT_METHOD) in list(METHODS)
+        and (dataset.format not in method.formats)
+    ):
         formats = ", ".join(f"`{item}`" for item in method.formats)
         message = (
             f"method `{method.name}` trains on {formats}, and this dataset is `{dataset.format}`; upload the rows "
             "in that format, or choose another method"
         )
         yield FieldError(field=place, code="wrong_dataset_format", message=message)
-    compared = [reward["type"] for _, reward in rewards_of(config) if reward.get("type") in rewards.WITH_ANSWER]
+    compared = [
+        f"reward `{reward['type']}`" for _, reward in rewards_of(config) if reward.get("type") in rewards.WITH_ANSWER
+    ]
+    compared += [f"score `{name}`" for name in (predicts or {}).get("scores") or ()]
     if compared and dataset.format == "prompt" and "answer" not in dataset.columns:
         message = (
-            f"the reward `{compared[0]}` compares completions with a column `answer`, and this dataset has "
-            "none; upload it with answers, or choose other rewards"
+            f"the {compared[0]} compares completions with a column `answer`, and this dataset has "
+            "none; upload it with answers, or choose other rewards and scores"
         )
         yield FieldError(field=place, code="no_answers", message=message)
     # A plugin decides itself how it uses the file.

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from anneal.contracts.backends import BackendRules
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import method_of, rewards_of
+from anneal.contracts.run_task import RunTask
 from anneal.contracts.training_config.masked_model import masked_model_warning
 from anneal.contracts.training_config.raw_config import given_fields
 from anneal.contracts.training_config.stored_quantization import stored_quantization, stored_quantization_conflicts
@@ -231,7 +232,7 @@ async def lock_models(session: AsyncSession, config: Mapping[str, Any], plan: Ru
 
 
 async def _output_attempt(session: AsyncSession, run_id: str, role: _Role) -> int | None:
-    query = select(Run.status, Run.output_attempt, Run.method).where(Run.id == run_id)
+    query = select(Run.status, Run.output_attempt, Run.method, Run.task).where(Run.id == run_id)
     run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
     if run is None:
         raise resolver.BaseModelError(
@@ -243,6 +244,10 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: _Role) -> in
             f"Run {run_id} is {run.status}, not completed; "
             + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
             + " use another model.",
+        )
+    if run.task == RunTask.predict:
+        raise resolver.BaseModelError(
+            "not_a_model", f"Run {run_id} is a prediction, whose output are answers; use the model that it has used."
         )
     if role == "reward" and not method_of({"method": run.method}).has_reward_head:
         raise resolver.BaseModelError(

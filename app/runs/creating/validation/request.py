@@ -10,13 +10,13 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.backends import BackendRules
 from anneal.contracts.errors import FieldError
-from anneal.contracts.methods import EVALUATION_METRICS
+from anneal.contracts.methods import EVALUATION_METRICS, predict_options
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.schemas.runs.requests import RunCreate
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.raw_config import given_fields, named_fields, normalize_numbers
 from anneal.contracts.training_config.resolution import resolve_config
-from anneal.contracts.training_config.rules import DeviceCapabilities
+from anneal.contracts.training_config.rules import DeviceCapabilities, field_error
 from app.api.dependencies import release_connection
 from app.api.errors import dataset_not_found
 from app.config import Settings
@@ -147,6 +147,8 @@ class _RequestCheck:
         errors, self.machine = await asyncio.to_thread(
             config_problems, self.rules, config, self.has_eval_dataset, self.data_format, machines
         )
+        if self.task is not RunTask.predict and predict_options(config) is not None:
+            errors.append(field_error("extra.predict", "conflict", "is for predictions: send it to /v1/runs/predict"))
         errors += await reward_problems(self.settings, config)
         reported = {problem.field for problem in errors}
         missing = await destination_problems(self.session, self.settings, config)

@@ -27,7 +27,7 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
         message = f"Run {run_id} is an evaluation, which has no output; its metrics are in `evaluation` of the run."
         raise ApiError(404, "no_artifacts", message)
     if run.output_attempt is None:
-        way = "resume the run to finish it" if run.task == RunTask.train else "export the checkpoint again"
+        way = "export the checkpoint again" if run.task == RunTask.export else "resume the run to finish it"
         reason = (
             f"it ended as {run.status} without output; {way}"
             if run.status in TERMINAL

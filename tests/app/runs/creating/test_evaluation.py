@@ -10,7 +10,7 @@ from sqlalchemy import Engine, func, select, text, update
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from app.runs.creating import evaluation
+from app.runs.creating import inference
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
@@ -79,7 +79,7 @@ class TestDeletionMeanwhile:
         self, api: ApiServer, engine: Engine, dataset: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run_id, checkpoint = trained(api, engine, dataset)
-        held = HeldCalls(monkeypatch, evaluation, "_as_trained")
+        held = HeldCalls(monkeypatch, inference, "_as_trained")
         with ThreadPoolExecutor(2) as clients:
             evaluations = [clients.submit(evaluate, api, model, dataset) for model in (run_id, checkpoint)]
             assert held.started.wait(30)
@@ -257,7 +257,7 @@ class TestRefusals:
         exported = api.client.post(path, json={"output": "merged"}).json()["id"]
         for model, subject in ((evaluation, run_id), (exported, saved)):
             (error,) = evaluate(api, model, dataset).json()["errors"]
-            assert error["code"] == "run_without_output" and f"evaluate {subject}, whose" in error["message"]
+            assert error["code"] == "run_without_output" and f"use {subject}, whose" in error["message"]
 
     def test_a_configuration_of_any_length(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         """The limit is that of a run; what a run may have is evaluated, whatever the request adds to it."""
