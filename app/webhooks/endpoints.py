@@ -22,7 +22,7 @@ from app.webhooks import service
 router = APIRouter(prefix="/webhooks", tags=["webhooks"])
 
 
-@router.post("", status_code=201)
+@router.post("", status_code=201, responses={409: {"description": "There are as many webhooks as are possible."}})
 async def create_webhook(
     body: WebhookCreate, session: Session, settings: CurrentSettings, caller: CurrentCaller, response: Response
 ) -> WebhookCreated:

@@ -133,7 +133,10 @@ def _send_example(
         things.dataset = unused.json()["id"]
     if "secrets" in path:
         shared_api.client.put("/v1/secrets/hf_token", json={"value": "hf_example"})
-    key = action_id = ""
+    key = action_id = webhook_id = delivery_id = ""
+    if "{webhook_id}" in path:
+        webhook_id = shared_api.client.post("/v1/webhooks", json={"url": "https://hooks.invalid/hook"}).json()["id"]
+        delivery_id = shared_api.client.post(f"/v1/webhooks/{webhook_id}/test").json()["id"]
     if "{key_id}" in path:
         key = shared_api.client.post("/v1/keys", json={"name": "example"}).json()["id"]
     if "{action_id}" in path:
@@ -156,6 +159,7 @@ def _send_example(
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
         "checkpoint_id": things.checkpoint, "action_id": action_id, "key_id": key, "attempt": 1,
+        "webhook_id": webhook_id, "delivery_id": delivery_id,
         "path": "metrics.jsonl" if "/attempts/" in path else "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])

@@ -11,7 +11,7 @@ from tests.app.webhooks.rows import add_webhook
 from tests.factories import make_experiment
 from tests.server import ApiServer
 
-URL = "https://8.8.8.8/hook"
+URL = "https://hooks.invalid/hook"
 
 
 def test_webhook_is_created_changed_and_deleted_with_its_secret(emptied_api: ApiServer) -> None:
@@ -21,7 +21,7 @@ def test_webhook_is_created_changed_and_deleted_with_its_secret(emptied_api: Api
     assert (answer.status_code, answer.headers["cache-control"]) == (201, "no-store")
     assert created.pop("secret").startswith("whsec_")
     assert (created["name"], created["types"], created["filter"], created["format"]) == (
-        "8.8.8.8", ["end"], {}, "standard"
+        "hooks.invalid", ["end"], {}, "standard"
     )  # fmt: skip
     path = answer.headers["location"]
     assert client.get(path).json() == created
@@ -50,8 +50,8 @@ def test_secrets_of_webhooks_are_neither_listed_nor_deleted_as_those_of_runs(emp
 def test_key_without_the_scope_write_sees_no_path_of_an_address(emptied_api: ApiServer) -> None:
     webhook_id = emptied_api.client.post("/v1/webhooks", json={"url": URL, "format": "slack"}).json()["id"]
     with emptied_api.client_with(emptied_api.key_with(["read"])) as reader:
-        assert reader.get(f"/v1/webhooks/{webhook_id}").json()["url"] == "https://8.8.8.8/…"
-        assert reader.get("/v1/webhooks").json()["data"][0]["url"] == "https://8.8.8.8/…"
+        assert reader.get(f"/v1/webhooks/{webhook_id}").json()["url"] == "https://hooks.invalid/…"
+        assert reader.get("/v1/webhooks").json()["data"][0]["url"] == "https://hooks.invalid/…"
         assert reader.post(f"/v1/webhooks/{webhook_id}/rotate").status_code == 403
 
 
