@@ -160,6 +160,8 @@ class Campaign:
             case.path_parameters["key_id"] = created.json()["id"]
         if case.path.endswith("/secrets/{name}") and self._chance.random() < 0.6:
             case.path_parameters["name"] = self._chance.choice(["hf_token", "wandb_token"])
+        if "{delivery_id}" in case.path and self._chance.random() < 0.6:
+            case.path_parameters.update(self._send_a_test())
         if case.path.endswith("/stop") and self._chance.random() < 0.4:
             case.path_parameters["run_id"] = self._stack.create({"steps": 1000})
         for name in list(case.query or {}):
@@ -294,6 +296,15 @@ class Campaign:
         (folder / "metrics.jsonl").write_text('{"loss": 1.5, "step": 2}\n')
         self._pool.of_run[checkpoint_id] = run_id
         return run_id, checkpoint_id, action.raise_for_status().json()["id"]
+
+    def _send_a_test(self) -> dict[str, str]:
+        """Return the ids of an enabled webhook and of a delivery to it."""
+        client = self._stack.client
+        listed = client.get("/v1/webhooks").json()["data"]
+        webhook = listed[0] if listed else client.post("/v1/webhooks", json={"url": "https://hooks.invalid"}).json()
+        client.patch(f"/v1/webhooks/{webhook['id']}", json={"enabled": True}).raise_for_status()
+        delivery = client.post(f"/v1/webhooks/{webhook['id']}/test").raise_for_status().json()
+        return {"webhook_id": webhook["id"], "delivery_id": delivery["id"]}
 
     def _sequences(self) -> None:
         """Run sequences of calls along the links that schemathesis infers from the document."""

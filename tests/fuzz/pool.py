@@ -6,9 +6,10 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-_ID = re.compile(r"\b(?:exp|ds|run|ckpt|key|act)_[0-9a-hjkmnp-tv-z]{26}\b")
+_ID = re.compile(r"\b(?:exp|ds|run|ckpt|key|act|whk|whd)_[0-9a-hjkmnp-tv-z]{26}\b")
 _KIND = {"experiment": "exp", "dataset": "ds", "eval_dataset": "ds", "run": "run", "parent_run": "run",
-         "checkpoint": "ckpt", "key": "key", "action": "act"}  # fmt: skip
+         "checkpoint": "ckpt", "key": "key", "action": "act",
+         "webhook": "whk", "delivery": "whd"}  # fmt: skip
 _MOST = 200
 
 
