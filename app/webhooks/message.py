@@ -48,7 +48,7 @@ def _sentence(type: str, event: JsonObject, run: Any) -> str:
         total = f" of {event['total']:,}" if event.get("total") is not None else ""
         done = f" {event['done']:,}{total}" if event.get("done") is not None else ""
         message = f": {_escape(event['message'])}" if event.get("message") else ""
-        return f"{subject}: {_escape(event['phase'])}{done}{message}"
+        return f"{subject}: {_escape(event.get('phase'))}{done}{message}"
     steps = f" after {run['current_step']:,} steps" if run["current_step"] else ""
     loss = f", best loss {run['best_loss']:.4g}" if run["best_loss"] is not None else ""
     error = f": {_escape(run['error_message'])}" if run["error_message"] else ""

@@ -100,6 +100,8 @@ class WebhookSender:
         self._attempts: dict[asyncio.Task[None], str] = {}
         """Attempts that are under way, with the webhook of each."""
         self._attempt_ended = asyncio.Event()
+        self._turn = asyncio.Semaphore(1)
+        """Turn to use the database: hundreds of attempts that end at once would run into the time limit of the pool."""
         self._prune_at = 0.0
 
     async def start(self) -> None:
@@ -171,7 +173,7 @@ class WebhookSender:
         return secrets if delivery.signs_twice else secrets[:1]
 
     async def _execute(self, statement: Any, parameters: dict[str, Any] | None = None) -> None:
-        async with self._engine.begin() as connection:
+        async with self._turn, self._engine.begin() as connection:
             await connection.execute(statement, parameters or {})
 
 

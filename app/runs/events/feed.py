@@ -12,11 +12,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from app.webhooks.outbox import ENQUEUE_TAKEN
 
 _AT_ONCE = 20_000
+"""Events that a round numbers; with webhooks fewer, since each event may have a delivery to every one of them."""
 _NUMBER = text(
     f"""
     WITH taken AS (
         DELETE FROM event_feed_queue
-        WHERE position IN (SELECT position FROM event_feed_queue ORDER BY position LIMIT :limit)
+        WHERE position IN (
+            SELECT position FROM event_feed_queue ORDER BY position
+            LIMIT greatest(:limit / (1 + (SELECT count(*) FROM webhooks WHERE enabled)), 1)
+        )
         RETURNING position, run_id, seq
     ), numbered AS (
         INSERT INTO event_feed (run_id, seq) SELECT run_id, seq FROM taken ORDER BY position

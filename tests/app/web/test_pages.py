@@ -461,7 +461,7 @@ class TestOverPlainHttp:
 
 
 _AUDITED = re.compile(
-    r"/|/(experiments|datasets|workers|new|login)|/compare.*|/runs/.*tab=(log|checkpoints|configuration)"
+    r"/|/(experiments|datasets|workers|new|login)|/compare.*|/webhooks/.*|/runs/.*tab=(log|checkpoints|configuration)"
 )
 """A page of each kind; `make test-all` audits all."""
 _LIKE_OTHERS = re.compile(r"/new\?from=|tab=files$")
@@ -517,6 +517,9 @@ class TestEveryPage:
         dataset = shared_api.client.post("/v1/datasets", files=files, data={"name": HOSTILE}).json()["id"]
         named = {"name": HOSTILE, "description": HOSTILE, "tags": [HOSTILE]}
         experiment = shared_api.client.post("/v1/experiments", json=named).json()["id"]
+        hook = {"url": "https://hooks.invalid/x", "name": HOSTILE, "filter": {"tag": HOSTILE}}
+        webhook = shared_api.client.post("/v1/webhooks", json=hook).json()["id"]
+        shared_api.client.post(f"/v1/webhooks/{webhook}/test").raise_for_status()
         add_worker(engine, memory_mb=[24_000, 24_000], host=HOSTILE)
 
         def hostile(name: str) -> Trainer:
@@ -537,7 +540,7 @@ class TestEveryPage:
         tabs = ["log", "checkpoints", "samples", "configuration", "files", "history"]
         return [
             "/", f"/?search={HOSTILE}", "/experiments", f"/experiments/{experiment}", "/datasets",
-            f"/datasets/{dataset}", "/webhooks", "/workers", "/new", f"/new?from={done.run_id}",
+            f"/datasets/{dataset}", "/webhooks", f"/webhooks/{webhook}", "/workers", "/new", f"/new?from={done.run_id}",
             f"/compare?ids={done.run_id},{live.run_id}", f"/runs/{failed.run_id}", f"/runs/{live.run_id}",
             f"/runs/{pending}", *(f"/runs/{done.run_id}?tab={tab}" for tab in tabs), "/login",
         ]  # fmt: skip

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from app.config import Settings
 from app.infra.db import async_engine
+from app.runs.events import feed
 from app.runs.events.feed import number_events
 from app.runs.state import machine
 from app.runs.state.deletion import delete_run
@@ -102,6 +103,16 @@ async def test_text_that_jsonb_refuses_does_not_stop_the_feed(engine: Engine, re
     assert [row.event["message"] for row in deliveries(engine, webhook)] == ["a\x00b"]
 
 
+async def test_rounds_with_many_webhooks_are_smaller_so_that_none_takes_too_long(
+    engine: Engine, reading: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "_AT_ONCE", 4)
+    webhooks = [add_webhook(engine) for _ in range(3)]
+    end_run(engine)
+    assert [await number(reading) for _ in range(4)] == [1, 1, 1, 0]
+    assert [len(deliveries(engine, webhook)) for webhook in webhooks] == [1, 1, 1]
+
+
 async def test_without_webhooks_no_event_is_read(engine: Engine, reading: AsyncEngine) -> None:
     """The plan of the statement for many events must not join them."""
     end_run(engine)
@@ -113,6 +124,4 @@ async def test_without_webhooks_no_event_is_read(engine: Engine, reading: AsyncE
 
 
 def _numbering() -> str:
-    from app.runs.events import feed
-
     return str(feed._NUMBER.text).replace(":limit", "100")

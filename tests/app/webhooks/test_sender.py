@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,12 +15,14 @@ from standardwebhooks import Webhook as Verifier
 from standardwebhooks import WebhookVerificationError
 
 from app.config import Settings
+from app.infra import guarded_http
 from app.infra.db import async_engine, sync_engine
 from app.tables.webhooks import Webhook
 from app.webhooks.http_post import AttemptFailed, post_message
 from app.webhooks.sender import MOST_AT_A_TIME, PAUSES, WebhookSender
 from tests.app.webhooks.receiver import Message, Receiver
 from tests.app.webhooks.rows import add_webhook, deliveries, end_run, make_due
+from tests.certificates import write_certificate
 from tests.server import ApiServer, ProcessServer
 from tests.waiting import eventually
 
@@ -257,6 +261,41 @@ async def test_name_is_resolved_once_for_an_attempt_and_private_addresses_are_no
     with pytest.raises(AttemptFailed, match=r"has a private network address.*ANNEAL_WEBHOOK_PRIVATE_HOSTS"):
         await post_message("https://rebound.example/hook", {}, b"{}", frozenset())
     assert lookups == ["lookup", "8.8.8.8", "lookup"]
+
+
+@pytest.mark.parametrize("certified", ["hooks.example", "others.example"])
+async def test_receiver_at_the_checked_address_must_have_the_certificate_of_the_name(
+    certified: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = write_certificate(tmp_path / "certificate.pem", certified)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=certificate)
+    server.load_cert_chain(certificate)
+    connect, resolve = anyio.connect_tcp, socket.getaddrinfo
+
+    async def connect_tcp(remote_host: str, remote_port: int, **kwargs: Any) -> Any:
+        assert remote_host == "8.8.8.8"
+        return await connect("127.0.0.1", remote_port, **kwargs)
+
+    def look_up(host: Any, *args: Any, **kwargs: Any) -> Any:
+        return resolve("8.8.8.8" if host in ("hooks.example", b"hooks.example") else host, *args, **kwargs)
+
+    monkeypatch.setattr(anyio, "connect_tcp", connect_tcp)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(guarded_http, "tls_context", lambda: client)
+    with Receiver() as receiver:
+        receiver.socket = server.wrap_socket(receiver.socket, server_side=True)
+        thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        sending = post_message(f"https://hooks.example:{receiver.server_port}/tls", {}, b"{}", frozenset())
+        if certified == "hooks.example":
+            assert await sending == 200
+        else:
+            with pytest.raises(AttemptFailed, match="certificate verify failed"):
+                await sending
+        receiver.shutdown()
+        thread.join()
+    hosts = [message.headers["host"] for message in receiver.at("/tls")]
+    assert hosts == [f"hooks.example:{receiver.server_port}"] * (certified == "hooks.example")
 
 
 async def test_host_that_the_operator_no_longer_allows_gets_nothing(receiver: Receiver) -> None:
