@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from sqlalchemy import Engine
 
+from app.config import Settings
 from tests.app.webhooks.receiver import Receiver
 from tests.app.webhooks.rows import deliveries, end_run
 from tests.conftest import Anneal, json_of
@@ -104,3 +106,12 @@ def test_message_of_the_guide_has_the_fields_of_a_real_one(
         return {name: fields(part) for name, part in value.items()} if isinstance(value, dict) else None
 
     assert fields(message) == fields(documented)
+
+
+def test_setting_of_the_guide_allows_its_hosts_and_what_is_no_host_is_refused() -> None:
+    (line,) = [line for line in LINES if line.startswith("ANNEAL_WEBHOOK_PRIVATE_HOSTS")]
+    value = shlex.split(line)[0].partition("=")[2]
+    assert Settings(webhook_private_hosts=value).private_webhook_hosts == {"mattermost.internal", "10.1.2.3"}
+    for wrong in ("http://mattermost.internal", "mattermost.internal:8065", "10.0.0.0/8", "a host"):
+        with pytest.raises(ValidationError, match="is not a host"):
+            Settings(webhook_private_hosts=wrong)
