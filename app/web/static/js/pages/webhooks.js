@@ -172,7 +172,13 @@ function Webhook({ id }) {
               ? html`<${Empty} title="There are no deliveries yet."><p class="muted">Send a test to see one.</p><//>`
               : html`<table class="table">
                   <thead>
-                    <tr><th>Event</th><th>Status</th><th class="right">Attempts</th><th>Result</th><th></th></tr>
+                    <tr>
+                      <th>Event</th>
+                      <th>Status</th>
+                      <th class="right">Attempts</th>
+                      <th>Result</th>
+                      <th class="right">Action</th>
+                    </tr>
                   </thead>
                   <tbody>
                     ${page.data.map(
