@@ -252,7 +252,7 @@ function NewDialog({ onClose, onCreated }) {
         value=${url}
         onInput=${(/** @type {any} */ event) => setUrl(event.target.value)}
       />
-      <p class="hint">A public address that begins with https://. The command line can restrict it to some runs.</p>
+      <p class="hint">A public address with HTTPS. The command line can restrict it to some runs.</p>
     </div>
     <div class="f">
       <${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${setMessageFormat} />
