@@ -315,6 +315,20 @@ def predict_options(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return options if isinstance(options, Mapping) else None
 
 
+RANKING_METRIC = "eval_score"
+"""Evaluation metric by which predictions are ranked, of which more is better."""
+
+
+def ranking_metric(config: Mapping[str, Any]) -> str:
+    """Return the evaluation metric by which a run of a raw or stored configuration is ranked among others."""
+    return method_of(config).eval_metric if predict_options(config) is None else RANKING_METRIC
+
+
+def to_score(config: Mapping[str, Any], metric: float) -> float:
+    """Return the `ranking_metric` of a run as a score of which less is better, or a score as the metric."""
+    return method_of(config).to_score(metric) if predict_options(config) is None else -metric
+
+
 def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield field and content of each reward of a raw or stored configuration; malformed entries are skipped."""
     group, options = "extra.predict", predict_options(config)

@@ -1,4 +1,4 @@
-"""Names inside transformers and TRL that this trainer overrides or uses, though they are no part of their interface.
+"""Names inside libraries that this trainer overrides or uses, though they are no part of their interface.
 
 Any version of a library may change them. `tests/worker/training/test_overrides.py` names those that the installed
 version lacks, or has with other parameters. A class here overrides the private methods of one library and does only
@@ -19,6 +19,7 @@ from transformers import Trainer
 
 _TRANSFORMERS = "transformers 5.23.0"
 _TRL = "trl 1.16.0"
+_SACREBLEU = "sacrebleu 2.6.0"
 
 # Methods of trainers
 
@@ -234,4 +235,9 @@ INTERNAL_NAMES = (
         for name in ("_BLOCK_SIZE", "_forward_kernel", "_backward_kernel", "_forward_tile", "_backward_tile")
     ),
     InternalName("trl.kernels.chunked_logprob", "_use_triton", "device", _TRL),
+    # `corpus_score` calls these two, with all texts in memory.
+    InternalName(
+        "sacrebleu.metrics.base:Metric", "_extract_corpus_statistics", "self, hypotheses, references", _SACREBLEU
+    ),
+    InternalName("sacrebleu.metrics.base:Metric", "_aggregate_and_compute", "self, stats", _SACREBLEU),
 )

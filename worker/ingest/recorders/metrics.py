@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, update
 
-from anneal.contracts.methods import method_of
+from anneal.contracts.methods import ranking_metric, to_score
 from app.runs.events.log import NewEvent, Progress
 from app.tables.runs import Run
 from worker.claimed_run import ClaimedRun
@@ -97,11 +97,11 @@ class MetricRecorder:
         """Store an evaluation, and the score of the run if it is the best so far."""
         self._limit_series(record.get("metrics"))
         event = NewEvent.from_payload(record.pop("type"), ts, record)
-        method = method_of(self._run.config)
-        value = (record.get("metrics") or {}).get(method.eval_metric)
+        config = self._run.config
+        value = (record.get("metrics") or {}).get(ranking_metric(config))
         score = None
         if isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value):
-            score = method.to_score(float(value))
+            score = to_score(config, float(value))
         if score is None or (self.best_score is not None and score >= self.best_score):
             self._sink.enqueue_item(event)
             return

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from anneal.contracts.attempt.messages import TrainingResult
-from anneal.contracts.rewards import metric_names
+from anneal.contracts.rewards import Reward, metric_names
 from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
@@ -198,7 +198,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         network = preparation.load_network(run, start, preparation.highest_id(tokenizer, data.parts))
         # Generation takes long, so each token sends a heartbeat.
         network.register_forward_pre_hook(lambda *_: run.report.alive())
-        functions = _build_rewards(run, tokenizer, max_length)
+        functions = build_rewards(run, rlhf.rewards, tokenizer, max_length)
         arguments = pipeline.trainer_arguments(run, total_steps) | {
             "num_generations": rlhf.num_generations,
             "max_completion_length": rlhf.max_completion_length,
@@ -242,9 +242,13 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         return pipeline.finish_run(trainer, start, facts)
 
 
-def _build_rewards(run: TrainingContext, tokenizer: Any, max_length: int) -> list[Any]:
-    """Create one function for each reward, in the order of the configuration."""
-    configured = run.config.rlhf.rewards
+def build_rewards(
+    run: TrainingContext, configured: Sequence[Reward], tokenizer: Any, max_length: int | None
+) -> list[Any]:
+    """Create one function for each reward of the configuration, in its order.
+
+    Reward models must accept texts of `max_length` tokens; with None, they give none to longer ones than they accept.
+    """
     warn = partial(run.report.message, level="warning")
     checks = iter(rewards.build_reward_functions(configured, tokenizer, run.report.alive, warn))
     located = iter(run.job.reward_models)

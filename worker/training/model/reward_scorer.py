@@ -24,10 +24,10 @@ _TEXTS_AT_ONCE = 8
 class RewardScorer:
     """Scorer of completions, called as TRL calls a reward function."""
 
-    def __init__(self, named: ModelSource, name: str, run: TrainingContext, max_length: int) -> None:
+    def __init__(self, named: ModelSource, name: str, run: TrainingContext, max_length: int | None) -> None:
         """Load the model described by `named` onto the run's device, frozen.
 
-        It must accept texts of up to `max_length` tokens.
+        It must accept texts of up to `max_length` tokens; with None, longer ones than it accepts have no score.
 
         Raises:
             TrainingFailure: `model_not_found` or `config_error`.
@@ -43,19 +43,20 @@ class RewardScorer:
         # With float16, scores would overflow sooner than those of a model in mixed precision.
         dtype = torch.bfloat16 if run.config.dtype == "bfloat16" else torch.float32
         longest = getattr(base.architecture.get_text_config(), "max_position_embeddings", None)
-        if isinstance(longest, int) and longest < max_length:
+        self._longest = longest if isinstance(longest, int) else None
+        if max_length is not None and self._longest is not None and self._longest < max_length:
             raise TrainingFailure(
                 "config_error",
-                f"The reward model {self._named} takes at most {longest} tokens, but prompt and completion may have "
-                f"{max_length}: lower `max_seq_length`.",
+                f"The reward model {self._named} takes at most {self._longest} tokens, but prompt and completion may "
+                f"have {max_length}: lower `max_seq_length`.",
             )
         with heartbeat_while_growing(self._alive, base.folder):
             self._model = _load_classifier(base, self._named, dtype)
         self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         self._model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
 
-    def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
-        """Return one score per completion, in order."""
+    def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float | None]:
+        """Return one score per completion, in order; None for a text that is too long."""
         are_chats = bool(prompts) and not isinstance(prompts[0], str)
         if are_chats and ensure_template(self._tokenizer):
             self._run.report.message(
@@ -63,7 +64,7 @@ class RewardScorer:
                 level="warning",
             )
         texts = [self._whole_text(*one) for one in zip(prompts, completions, strict=True)]
-        scores: list[float] = []
+        scores: list[float | None] = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             self._alive()
             scores += self._score_texts(texts[start : start + _TEXTS_AT_ONCE], are_chats)
@@ -76,12 +77,16 @@ class RewardScorer:
         end = str(self._tokenizer.eos_token)
         return f"{prompt}{completion}" if completion.endswith(end) else f"{prompt}{completion}{end}"
 
-    def _score_texts(self, texts: list[str], are_chats: bool) -> list[float]:
+    def _score_texts(self, texts: list[str], are_chats: bool) -> list[float | None]:
         # A chat template adds the special tokens itself; for plain texts they are added here, as in its training.
         batch = _tokenize_padded(self._tokenizer, texts, add_special_tokens=not are_chats).to(self._model.device)
+        if self._longest is not None and batch["input_ids"].shape[1] > self._longest:
+            if len(texts) == 1:
+                return [None]
+            return [score for text in texts for score in self._score_texts([text], are_chats)]
         with torch.inference_mode():
             logits = self._model(**batch).logits
-        scores: list[float] = logits[:, 0].float().tolist()
+        scores: list[float | None] = logits[:, 0].float().tolist()
         return scores
 
 

@@ -57,7 +57,7 @@ class AnswersFile:
         """Number of rows in the file."""
         self.batch_tokens: int | None = None
         """Maximum number of tokens of a batch so far, so that later attempts make the same batches."""
-        self._run, self._total = run, total
+        self._run, self.total = run, total
         self._path = run.folder / PREDICTIONS
         self._began = self._saved_at = time.monotonic()
         self._save_seconds = 0.0
@@ -98,7 +98,7 @@ class AnswersFile:
             step=self.answered,
             facts={"run_id": run.job.run_id, "attempt": run.job.attempt},
             kind=kind,
-            epoch=self.answered / self._total,
+            epoch=self.answered / self.total,
         )
         try:
             staging.mkdir()

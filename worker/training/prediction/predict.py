@@ -1,8 +1,9 @@
 """A prediction: a model answers the rows of a dataset, part by part in the order of the dataset."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from datasets import Dataset
@@ -24,6 +25,7 @@ from worker.training.model import adapter_init, loader
 from worker.training.prediction.answers_file import AnsweredRow, AnswersFile
 from worker.training.prediction.generation import Answer, Generator, fitting_tokens, plan_batches
 from worker.training.prediction.rows import Prompt, PromptEncoder
+from worker.training.prediction.scores import Scorer, Scores, Totals
 
 _ROWS_OF_PART = 1_024
 """Rows that are sorted by length and divided into batches together."""
@@ -56,23 +58,20 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
         tokens = options.batch_tokens or answers.batch_tokens or fitting_tokens(model)
         _set_batch_tokens(run, tokens)
         answers.batch_tokens = tokens
-        facts = loader.initial_run_info(trainer.model, run.machine)
-        run.report_config(
-            replaced, {**facts, "rows": total, "total_steps": total, "base_revision": setup.base.revision}
-        )
+        facts = {"rows": total, "total_steps": total, "base_revision": setup.base.revision}
+        run.report_config(replaced, loader.initial_run_info(trainer.model, run.machine) | facts)
         generator = Generator(model, setup.tokenizer, _options(run), run.config.seed, lambda: _beat(run))
-        work = _Work(run, answers, encoder, generator, total)
+        scorer = Scorer(run, setup.tokenizer, options)
+        work = _Work(run, answers, encoder, generator, scorer)
         try:
             with trainer.accelerator.autocast():
                 work.answer_all(trainer)
         except Stopped:
-            return _stop(run, answers, total)
-    skipped = _report_skipped(run, answers, total)
-    if skipped == total:
-        problem = next(row["problem"] for row in answers.read_rows())
-        raise TrainingFailure("bad_data", f"No row can be answered; the reason of the first: {problem}.")
-    output = answers.write_output([])
-    return {"outcome": "completed", "output": output, "step": total, "epoch": 1.0, "metrics": {}}
+            return _stop(run, answers)
+    metrics = _sum_up(run, answers, scorer.names)
+    output = answers.write_output(scorer.names)
+    run.record_evaluation(total, 1.0, metrics)
+    return {"outcome": "completed", "output": output, "step": total, "epoch": 1.0, "metrics": metrics}
 
 
 def _options(run: TrainingContext) -> PredictOptions:
@@ -124,10 +123,15 @@ class _Work:
     """Answers of one attempt, from the first row that is not answered yet."""
 
     def __init__(
-        self, run: TrainingContext, answers: AnswersFile, encoder: PromptEncoder, generator: Generator, total: int
+        self,
+        run: TrainingContext,
+        answers: AnswersFile,
+        encoder: PromptEncoder,
+        generator: Generator,
+        scorer: Scorer,
     ) -> None:
-        self._run, self._answers, self._total = run, answers, total
-        self._encoder, self._generator = encoder, generator
+        self._run, self._answers, self._total = run, answers, answers.total
+        self._encoder, self._generator, self._scorer = encoder, generator, scorer
         self._reported_at = time.monotonic()
         self._reported_rows = answers.answered
         self._tokens = 0
@@ -164,8 +168,10 @@ class _Work:
         for batch in plan_batches(answerable, options, answers.batch_tokens or 1):
             remaining = [prompt for prompt in batch if prompt.row not in answers.ahead]
             if remaining:
-                for prompt, answer in zip(remaining, self._generator.answer_batch(remaining), strict=True):
-                    answers.ahead[prompt.row] = _answered(prompt, answer)
+                generated = self._generator.answer_batch(remaining)
+                scores = self._scorer.score_answers(remaining, generated)
+                for prompt, answer, of_row in zip(remaining, generated, scores, strict=True):
+                    answers.ahead[prompt.row] = _answered(prompt, answer, of_row)
                     self._tokens += len(answer.tokens)
                 self._report_progress()
                 answers.save_if_due()
@@ -188,12 +194,12 @@ class _Work:
         self._reported_at, self._reported_rows, self._tokens = now, done, 0
 
 
-def _answered(prompt: Prompt, answer: Answer) -> AnsweredRow:
+def _answered(prompt: Prompt, answer: Answer, scores: Scores) -> AnsweredRow:
     return {
         "row": prompt.row, "prompt": prompt.content, "reference": prompt.reference, "prediction": answer.text,
         "finish_reason": answer.finish_reason, "problem": None,
         "prompt_tokens": 0 if prompt.ids is None else len(prompt.ids), "completion_tokens": len(answer.tokens),
-        "scores": {},
+        "scores": scores,
     }  # fmt: skip
 
 
@@ -204,7 +210,7 @@ def _skipped(prompt: Prompt) -> AnsweredRow:
     }  # fmt: skip
 
 
-def _stop(run: TrainingContext, answers: AnswersFile, total: int) -> TrainingResult:
+def _stop(run: TrainingContext, answers: AnswersFile) -> TrainingResult:
     """Save the answers, if the stop asks for it, and return the fields of the result record."""
     request = run.stop_requested
     if request is None or request.saves_checkpoint:
@@ -216,20 +222,29 @@ def _stop(run: TrainingContext, answers: AnswersFile, total: int) -> TrainingRes
         "why": why,
         "output": None,
         "step": answers.answered,
-        "epoch": answers.answered / total,
+        "epoch": answers.answered / answers.total,
     }
 
 
-def _report_skipped(run: TrainingContext, answers: AnswersFile, total: int) -> int:
-    """Report the rows that the model could not answer, and return their number."""
-    skipped = NotedRows()
-    for row in answers.read_rows():
-        if row["prediction"] is None:
-            skipped.add(row["row"])
-    why = (
-        "{n} rows have no answer: the prompt is too long for the model, or its chat template rejects it; `problem` of "
-    )
-    for remark in skipped.remarks(total, why + "each row in the output has the reason."):
+def _sum_up(run: TrainingContext, answers: AnswersFile, names: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of all answers, and report the rows that the model could not answer.
+
+    Raises:
+        TrainingFailure: `bad_data`: it could answer none.
+    """
+    totals, skipped, problem = Totals(names), NotedRows(), ""
+    rows = answers.read_rows()
+    while part := list(islice(rows, _ROWS_OF_PART)):
+        totals.add_rows(part)
+        run.report.alive()
+        for row in part:
+            if row["prediction"] is None:
+                skipped.add(row["row"])
+                problem = problem or row["problem"] or ""
+    if skipped.count == answers.total:
+        raise TrainingFailure("bad_data", f"No row can be answered; the reason of the first: {problem}.")
+    reason = "{n} rows have no answer: the prompt is too long for the model, or its chat template rejects it. Each has "
+    for remark in skipped.remarks(answers.total, reason + "the reason as `problem` in the output."):
         run.report.message(remark["reason"], level="warning")
         run.report.send({"type": "skipped_rows", "data": "prediction", **remark})
-    return skipped.count
+    return totals.metrics()
