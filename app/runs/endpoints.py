@@ -244,8 +244,9 @@ async def list_runs(
         Query(
             description="`created_at`: newest first. `live`: running runs first, then waiting ones, then ended ones, "
             "each newest first. `best`: best first within each method, by `best_eval`, then runs without an evaluation "
-            "by `best_loss`; runs without either last, no probes and evaluations. Others: by this value (`seconds`: "
-            "from its first start to its end); runs without it last. The order of "
+            "by `best_loss`; runs without either last, no probes and evaluations, predictions only with "
+            "`task=predict`. Others: by this value (`seconds`: from its first start to its end); runs without it "
+            "last. The order of "
             "running runs may change between pages, so one may appear twice or not at all."
         ),
     ] = "created_at",

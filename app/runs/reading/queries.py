@@ -43,7 +43,10 @@ Order = Literal["asc", "desc"]
 _DIALECT = make_url("postgresql+psycopg://").get_dialect()()
 _NOT_FINITE = "('NaN', 'Infinity', '-Infinity')"
 _HIGHER_IS_BETTER = sql_list([name for name, method in METHODS.items() if method.higher_is_better])
-_BEST_EVAL = f"CASE WHEN runs.method IN {_HIGHER_IS_BETTER} THEN -runs.best_score ELSE runs.best_score END"
+_BEST_EVAL = (
+    f"CASE WHEN runs.task = '{RunTask.predict}' OR runs.method IN {_HIGHER_IS_BETTER} THEN -runs.best_score "
+    "ELSE runs.best_score END"
+)
 _REWARD_RUN_IDS = (
     "(SELECT coalesce(json_agg(reward_run_id ORDER BY reward_run_id), '[]'::json) "
     "FROM run_reward_models WHERE run_id = runs.id)"
@@ -453,7 +456,7 @@ async def _best_first(
         conditions = [
             *filters.all_conditions(),
             *filters.on_status(),
-            IS_COMPARABLE,
+            _comparable(filters.task),
             *(one.is_(None) for one in measures),
         ]
         without = _VIEWS[view].where(*conditions)
@@ -467,7 +470,7 @@ async def _of_tier(
     """Return the best runs of a tier, from the one after `start`."""
     parameters = filters.as_parameters()
     if parameters is None:
-        conditions = [*filters.all_conditions(), *filters.on_status(), IS_COMPARABLE]
+        conditions = [*filters.all_conditions(), *filters.on_status(), _comparable(filters.task)]
         after = None if start is None else tuple_(literal(start.value, Double), literal(start.id, Text))
         return await _fetch_as_one(
             connection, _rank_runs(_VIEWS[view], tier, conditions, after, literal(most, Integer))
@@ -476,14 +479,19 @@ async def _of_tier(
     if start is not None:
         values |= {"after": start.id, "after_value": start.value}
     return await _execute_statement(
-        connection, _best_runs(view, tier, tuple(parameters), continues=start is not None), values
+        connection, _best_runs(view, tier, tuple(parameters), filters.task, continues=start is not None), values
     )
 
 
 @lru_cache(maxsize=_COMPILED)
-def _best_runs(view: View, tier: _Tier, names: tuple[str, ...], *, continues: bool) -> _Statement:
+def _best_runs(view: View, tier: _Tier, names: tuple[str, ...], task: RunTask | None, *, continues: bool) -> _Statement:
     after = tuple_(_AFTER_VALUE, _AFTER) if continues else None
-    return _compile_query(_rank_runs(_VIEWS[view], tier, [*_bound_conditions(names), IS_COMPARABLE], after, _MOST))
+    return _compile_query(_rank_runs(_VIEWS[view], tier, [*_bound_conditions(names), _comparable(task)], after, _MOST))
+
+
+def _comparable(task: RunTask | None) -> ColumnElement[bool]:
+    """Return the condition on runs that are compared: trainings, or predictions if the filter asks for them."""
+    return Run.task == RunTask.predict if task is RunTask.predict else IS_COMPARABLE
 
 
 async def _find_place(connection: AsyncConnection, run_id: str) -> _Place:

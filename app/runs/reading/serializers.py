@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from anneal.contracts.methods import method_of
+from anneal.contracts.methods import to_score
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.schemas.runs.reads import Prediction, RunRead, RunStopped, StopOutlook
 from app.infra.storage import Storage
@@ -69,7 +69,7 @@ async def _run_fields(session: AsyncSession, storage: Storage, run: Run) -> dict
         "reward_run_ids": list(reward_runs),
         "extra_eval_datasets": await service.extra_eval_datasets(session, run),
     }
-    best_eval = None if run.best_score is None else method_of(run.config).to_score(run.best_score)
+    best_eval = None if run.best_score is None else to_score(run.config, run.best_score)
     evaluation = await newest_evaluation(session, run.id) if RunTask(run.task).is_inference else None
     taken |= {"best_eval": best_eval, "evaluation": evaluation, "metrics_history": history}
     return {**same, **derived, **taken}

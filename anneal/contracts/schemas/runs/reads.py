@@ -137,8 +137,8 @@ class RunSummary(ShortRepr):
     current_epoch: float = 0.0
     best_loss: float | None = None
     best_eval: float | None = Field(
-        description="Best `eval_loss` so far (`rlhf`: `eval_reward`), by which runs of a method are compared; null "
-        "without an evaluation."
+        description="Best `eval_loss` so far (`rlhf`: `eval_reward`; a prediction: `eval_score`), by which runs of a "
+        "method are compared; null without an evaluation."
     )
     pending_reason: PendingReason | None = Field(
         description="Reason why no online worker can take it, at most a few seconds old; null if it waits for its turn "
@@ -303,7 +303,7 @@ class RunRead(RunFull):
         description="Result of a probe for the run that it measures; null for other runs."
     )
     evaluation: dict[str, float | None] | None = Field(
-        description="Metrics of a run that only evaluates, by name; null before its end and for other runs."
+        description="Metrics of a run that only evaluates or predicts, by name; null before its end and for other runs."
     )
     metrics_history: list[TrainingMetrics] = Field(
         description="The last 100 points; GET …/metrics returns all of them."

@@ -6,10 +6,11 @@ import httpx
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.methods import to_score
 from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
+from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_run
 from tests.rows import events_of, run_row
 from tests.server import ApiServer
 
@@ -228,3 +229,30 @@ class TestResume:
         for body, field in (({"config": {"seed": 2}}, "config.seed"), ({"stop_after_steps": 2}, "stop_after_steps")):
             answer = api.client.post(f"/v1/runs/{first}/resume", json=body)
             assert refused(answer) == {field: "not_changeable_on_resume"}
+
+
+class TestResult:
+    def test_predictions_are_ranked_among_each_other_by_their_scores(
+        self, api: ApiServer, engine: Engine, dataset: str
+    ) -> None:
+        run_id, _ = trained(api, engine, dataset)
+        predictions = {}
+        for score in (0.25, 0.75, 0.5):
+            prediction = predictions[score] = prediction_of(api, run_id, dataset)["id"]
+            metrics = {"eval_score": score, "eval_bleu": 20.0}
+            trainer = Trainer(engine, prediction).begin(total=8)
+            trainer.events("eval", {"step": 8, "epoch": 1.0, "metrics": metrics})
+            mark_run(engine, prediction, best_score=to_score(run_row(engine, prediction).config, score))
+            trainer.complete()
+            shown = api.client.get(f"/v1/runs/{prediction}").json()
+            assert (shown["evaluation"], shown["best_eval"]) == (metrics, score)
+        query = {"sort": "best", "task": "predict"}
+        first = api.client.get("/v1/runs", params={**query, "limit": 2}).json()["data"]
+        rest = api.client.get("/v1/runs", params={**query, "after": first[-1]["id"]}).json()["data"]
+        assert [run["id"] for run in first + rest] == [predictions[score] for score in (0.75, 0.5, 0.25)]
+        assert [run["best_eval"] for run in first] == [0.75, 0.5]
+        ranked = api.client.get("/v1/runs", params={"sort": "best"}).json()["data"]
+        assert [run["id"] for run in ranked] == [run_id]
+        ids = ",".join(predictions.values())
+        compared = api.client.get("/v1/runs/compare", params={"ids": ids}).json()["runs"]
+        assert all(run["metrics"]["eval.eval_bleu"]["last"] == 20.0 for run in compared)
