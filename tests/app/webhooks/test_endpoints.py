@@ -1,5 +1,6 @@
 """Endpoints of webhooks: what is stored and shown, and what is refused with which sentence."""
 
+import base64
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from app.webhooks.service import MOST_WEBHOOKS
 from tests.app.webhooks.rows import add_webhook
 from tests.factories import make_experiment
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 URL = "https://hooks.invalid/hook"
 
@@ -45,6 +47,17 @@ def test_secrets_of_webhooks_are_neither_listed_nor_deleted_as_those_of_runs(emp
     assert client.get("/v1/secrets").json()["data"] == []
     assert client.delete(f"/v1/secrets/webhook:{webhook_id}").status_code == 404
     assert client.put(f"/v1/secrets/webhook:{webhook_id}", json={"value": "x" * 20}).status_code == 422
+
+
+def test_webhook_whose_secret_cannot_be_decrypted_is_repaired_by_a_rotation(emptied_api: ApiServer) -> None:
+    path = emptied_api.client.post("/v1/webhooks", json={"url": URL}).headers["location"]
+    emptied_api.settings.secret_key_path.write_bytes(base64.b64encode(bytes(32)))
+    delivery = emptied_api.client.post(f"{path}/test").headers["location"]
+    error = eventually(lambda: emptied_api.client.get(delivery).json()["error"])
+    assert "is not in this machine's key file" in error
+    assert emptied_api.client.post(f"{path}/rotate").json()["secret"].startswith("whsec_")
+    delivery = emptied_api.client.post(f"{path}/test").headers["location"]
+    assert eventually(lambda: emptied_api.client.get(delivery).json()["error"]) == "hooks.invalid cannot be resolved."
 
 
 def test_key_without_the_scope_write_sees_no_path_of_an_address(emptied_api: ApiServer) -> None:
