@@ -34,7 +34,7 @@ async def post_message(url: str, headers: Mapping[str, str], body: bytes, privat
         async with (
             asyncio.timeout(TIMEOUT_SECONDS),
             httpx.AsyncClient(transport=GuardedTransport(private_hosts), timeout=TIMEOUT_SECONDS) as client,
-            client.stream("POST", target, content=body, headers=headers) as response,
+            client.stream("POST", target, content=body, headers={"user-agent": "Anneal", **headers}) as response,
         ):
             status = response.status_code
     except (TimeoutError, httpx.TimeoutException):

@@ -61,6 +61,7 @@ def test_end_of_a_run_arrives_as_standard_webhooks_specify(
     run_id = end_run(shared_engine, name="rank 8", tags=[request.node.originalname])
     (message,) = receiver.wait_for(f"/{request.node.originalname}")
     assert verify(message, webhook["secret"]) == message.json
+    assert message.headers["user-agent"] == "Anneal"
     assert message.json["type"] == "end" and message.json["timestamp"].endswith("Z")
     data = message.json["data"]
     assert (data["run_id"], data["seq"], data["status"]) == (run_id, 3, "cancelled")
