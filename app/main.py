@@ -24,6 +24,7 @@ import app.prometheus.endpoints
 import app.runs.endpoints
 import app.runs.events.endpoints
 import app.runs.events.history
+import app.runs.queue.pause.endpoints
 import app.runs.reading.logs.endpoints
 import app.runs.reading.metrics.curves
 import app.runs.reading.metrics.endpoints
@@ -127,6 +128,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.datasets.endpoints,
         app.backends.endpoints,
         app.workers.endpoints,
+        app.runs.queue.pause.endpoints,
         app.models.endpoints,
         app.api_keys.endpoints,
         app.api_keys.sessions,

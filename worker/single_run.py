@@ -110,7 +110,7 @@ def _claim_and_train(context: WorkerContext, run_id: str, lease_epoch: int, hang
                 return
             if (reason := pending_reason(waiting, Fleet([_worker_offer(context)]))) is not None:
                 raise SetupError(reason.message)
-            trouble = "a quota, or an error of the devices, prevents it"
+            trouble = "a quota, a pause of the queue or an error of the devices prevents it"
         if time.monotonic() > deadline:
             raise TryLater(f"no claim within {_CLAIM_SECONDS:.0f} s: {trouble}")
         context.closing.wait(_PAUSE)

@@ -20,7 +20,7 @@ from anneal.client.connection import find_connection
 from anneal.client.datasets import Datasets
 from anneal.client.experiments import Experiments
 from anneal.client.keys import Keys
-from anneal.client.machines import Models, Service, Workers
+from anneal.client.machines import Models, Queue, Service, Workers
 from anneal.client.runs import Runs
 from anneal.client.sync_async import Async, M, Sync
 from anneal.client.transport import AsyncTransport, OnRetry, Session, SyncTransport
@@ -43,6 +43,7 @@ class _Client(Generic[M]):
         self.experiments: Experiments[M] = Experiments(session, is_async)
         self.models: Models[M] = Models(session, is_async)
         self.keys: Keys[M] = Keys(session, is_async)
+        self.queue: Queue[M] = Queue(session, is_async)
         self.runs: Runs[M] = Runs(session, is_async)
         self.service: Service[M] = Service(session, is_async)
         self.webhooks: Webhooks[M] = Webhooks(session, is_async)

@@ -1,14 +1,15 @@
-"""Methods of `client.service`, `client.workers` and `client.models`: the service, its machines and what they have."""
+"""Methods of `client.service`, `client.queue`, `client.workers` and `client.models`."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from anneal.client.api_resource import ApiResource
+from anneal.client.api_resource import ApiResource, without_none
 from anneal.client.sync_async import M, call, stream
 from anneal.contracts.schemas.administration.api_keys import LinkRead
 from anneal.contracts.schemas.health import Ready
 from anneal.contracts.schemas.models import ModelRead
 from anneal.contracts.schemas.page import Page
+from anneal.contracts.schemas.runs.queue import QueueRead
 from anneal.contracts.schemas.workers import WorkerRead
 
 
@@ -27,6 +28,25 @@ class Service(ApiResource[M]):
         # Behind a proxy that terminates TLS the service does not know the scheme of its address; the client does.
         token = link.url.partition("#")[2]
         return link.model_copy(update={"url": f"{self._session.transport.url}/login#{token}"})
+
+
+class Queue(ApiResource[M]):
+    """The queue of all runs."""
+
+    @call
+    async def get(self) -> QueueRead:
+        """Return how many runs wait and train, and the pause of the queue."""
+        return await self._session.get(QueueRead, "/queue")
+
+    @call
+    async def pause(self, reason: str | None = None) -> QueueRead:
+        """Let no run start until the queue is resumed; runs that train go on. Needs a key with the scope `admin`."""
+        return await self._session.post(QueueRead, "/queue/pause", without_none(reason=reason))
+
+    @call
+    async def resume(self) -> QueueRead:
+        """Let runs start again. Needs a key with the scope `admin`."""
+        return await self._session.post(QueueRead, "/queue/resume", {})
 
 
 class Workers(ApiResource[M]):

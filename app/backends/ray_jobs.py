@@ -25,7 +25,8 @@ from app.config import Settings
 from app.infra import async_tasks
 from app.infra.broker import Broker
 from app.infra.db import is_away
-from app.runs.queue.fit import kept_quota_reason, reason_of_quota
+from app.runs.queue.fit import kept_quota_reason, pause_reason, reason_of_quota
+from app.runs.queue.fleet import read_pause
 from app.runs.queue.holds_table import read_quota_holds
 from app.runs.queue.order import JOIN_ROOM, OWNER, OWNERS_ORDER, QUEUE_ORDER, WITH_ROOM
 from app.runs.queue.policy import OrderKey, QuotaHold
@@ -179,26 +180,32 @@ class RayJobs:
             waiting = [SimpleNamespace(**row._mapping, kept=_kept_quotas(row, quota_holds)) for row in rows]
             held = [run for run in waiting if run.has_job]
             reasons: list[tuple[Any, PendingReason]] = []
+            if (pause := await read_pause(connection)) is not None:
+                for job in held:
+                    await self._withdraw_job(connection, job, "is withdrawn, since the queue is paused", 0.0)
+                reasons = [(run, pause_reason(pause)) for run in waiting]
+                held, waiting = [], []
             for run in waiting[len(held) :]:
                 leaving, reason = ([], ray_reasons.not_configured()) if self._api is None else _make_room(held, run)
                 if reason is not None:
                     reasons.append((run, reason))
                     continue
                 for job in leaving:
-                    await self._withdraw_job(connection, job, run)
+                    why = f"gives its place to {run.run_id}, since Ray has not placed it"
+                    pause_seconds = 0.0 if job.priority < run.priority else _TURN_SECONDS
+                    await self._withdraw_job(connection, job, why, pause_seconds)
                     held.remove(job)
                     reasons.append((job, _queued_reason()))
                 await connection.execute(_ADD, {"run_id": run.run_id, "lease_epoch": run.lease_epoch})
                 held.append(run)
         await self._store_reasons(reasons)
 
-    async def _withdraw_job(self, connection: AsyncConnection, last: Any, run: Any) -> None:
-        """Requeue a run whose job makes room for that of another; a later step of the round stops that job."""
-        pause = 0.0 if last.priority < run.priority else _TURN_SECONDS
-        reason = f"Ray job {_job_id(last)} gives its place to {run.run_id}, since Ray has not placed it"
-        requeue = machine.requeue_unclaimed(last.run_id, last.lease_epoch, reason, pause, counted=False)
+    async def _withdraw_job(self, connection: AsyncConnection, job: Any, why: str, pause_seconds: float) -> None:
+        """Requeue a run whose job is not placed; a later step of the round stops that job."""
+        reason = f"Ray job {_job_id(job)} {why}"
+        requeue = machine.requeue_unclaimed(job.run_id, job.lease_epoch, reason, pause_seconds, counted=False)
         if (await connection.execute(requeue)).one_or_none() is not None:
-            log.info("%s", reason, extra={"run_id": last.run_id})
+            log.info("%s", reason, extra={"run_id": job.run_id})
 
     async def _settle_all(self) -> None:
         async with self._engine.begin() as connection:

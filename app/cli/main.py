@@ -23,6 +23,7 @@ NOUNS = {
     "datasets": "app.cli.datasets",
     "experiments": "app.cli.experiments",
     "models": "app.cli.models",
+    "queue": "app.cli.queue",
     "runs": "app.cli.runs.commands",
     "webhooks": "app.cli.webhooks",
     "workers": "app.cli.workers",

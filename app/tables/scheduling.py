@@ -1,4 +1,4 @@
-"""Tables of the plan of the queue, of jobs of a Ray cluster, and of the usage of devices by owner."""
+"""Tables of the plan and pause of the queue, of jobs of a Ray cluster, and of the usage of devices by owner."""
 
 from datetime import datetime
 from typing import Any
@@ -24,6 +24,19 @@ class QueuePlan(Base):
     seconds: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     """Its `seconds`, of which a claim reads few."""
     made_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class QueuePause(Base):
+    """Pause of the queue; no row: runs start."""
+
+    __tablename__ = "queue_pause"
+    __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False, server_default=text("1"))
+    paused_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    paused_by: Mapped[str]
+    """Name of the API key, at that time."""
+    reason: Mapped[str | None]
 
 
 class RayJob(Base):

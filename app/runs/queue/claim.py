@@ -34,7 +34,9 @@ def claim_run(
     """
     take_turn(connection)
     near = read_near_fleet(connection, worker_id, lease_seconds)
-    if near is None or all(device.run_id is not None or device.paused for device in near.worker.devices):
+    if near is None or near.is_paused:
+        return None
+    if all(device.run_id is not None or device.paused for device in near.worker.devices):
         return None
     choice = _Choice(connection, near, only_run)
     for _ in range(_MOST_SKIPPED + 1):

@@ -18,7 +18,7 @@ from anneal.contracts.run_status import TERMINAL
 from anneal.contracts.schemas.runs.reads import Confidence, Prediction
 from app.config import Settings
 from app.runs.queue.durations import Estimate
-from app.runs.queue.fit import pending_reason
+from app.runs.queue.fit import pause_reason, pending_reason
 from app.runs.queue.forecast import PredictedStart, predict_starts
 from app.runs.queue.policy import quota_holder, schedule
 from app.runs.queue.snapshot import Forecast, read_forecast
@@ -107,6 +107,10 @@ class _Predictions:
             start, row = starts[run.run_id], forecast.pending[run.run_id]
             if not row.is_first:
                 continue  # those before it are not all known
+            if queue.fleet.pause is not None:
+                basis = pause_reason(queue.fleet.pause).message.rstrip(".")
+                predictions[run.run_id] = self._prediction(None, None, "low", basis)
+                continue
             has_room = all(run.needs.devices <= forecast.rooms.get(quota, math.inf) for quota in run.quotas)
             has_room = has_room and quota_holder(run, queue, plan) is None
             if not has_room and math.isinf(start.start):

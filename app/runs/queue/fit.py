@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any, Self
 
 from anneal.contracts.schemas.runs.placement import PendingReason, name_words
@@ -69,12 +70,23 @@ class RunningRun:
 
 
 @dataclass(frozen=True)
+class Pause:
+    """Pause of the queue."""
+
+    paused_at: datetime
+    paused_by: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class Fleet:
     """Online workers, and the backends that have had a worker with a GPU lately."""
 
     workers: Sequence[WorkerOffer]
     gpu_backends: frozenset[str] = frozenset()
     """Backends of all workers with a GPU that have sent a heartbeat within an hour."""
+    pause: Pause | None = None
+    """Pause of the queue, during which no run starts."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +228,17 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
         )
         return PendingReason(code="devices_paused", message=message)
     return None
+
+
+def pause_reason(pause: Pause) -> PendingReason:
+    """Return the reason of every pending run while the queue is paused."""
+    why = f" ({pause.reason})" if pause.reason else ""
+    paused_at = f"{pause.paused_at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    message = (
+        f"`{pause.paused_by}` has paused the queue at {paused_at}{why}: no run starts, and those that train go on. An "
+        "admin resumes it with `anneal queue resume`."
+    )
+    return PendingReason(code="queue_paused", message=message)
 
 
 def reason_of_quota(run: Any, by_key: int = 0, by_experiment: int = 0) -> PendingReason | None:

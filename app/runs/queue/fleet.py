@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
-from app.runs.queue.fit import DeviceOffer, Fleet, WorkerOffer
+from app.runs.queue.fit import DeviceOffer, Fleet, Pause, WorkerOffer
 from app.runs.queue.holds import StoredHolds
 from app.runs.queue.holds_table import CURRENT_PLAN
 from app.workers.queries import IS_FRESH, silence_seconds
@@ -41,6 +41,7 @@ _GPU_BACKENDS = f"""
         )
     )
 """
+_PAUSE = text("SELECT paused_at, paused_by, reason FROM queue_pause")
 # A worker that asks for a run is there, whatever its last heartbeat. Workers of its machine that drain or are silent
 # count too: their runs use its memory. As an array, which PostgreSQL takes to be short, so it reads only their devices.
 _IS_NEAR = f"""
@@ -59,7 +60,8 @@ _NEAR = text(f"""
         WHERE hold -> 'devices' ? :worker_id
     ),
     near AS ({_WORKERS.format(condition=_IS_NEAR)})
-    SELECT near.*, plan.holds, cast(extract(epoch FROM clock_timestamp()) AS float) AS now,
+    SELECT near.*, plan.holds, EXISTS (SELECT FROM queue_pause) AS is_paused,
+        cast(extract(epoch FROM clock_timestamp()) AS float) AS now,
         CASE WHEN plan.holds -> 'quota_holds' <> '[]' OR EXISTS (SELECT FROM own_holds)
             THEN plan.seconds -> near.device END AS seconds,
         CASE WHEN near.kind = 'cpu' THEN array({_GPU_BACKENDS}) END AS gpu_backends
@@ -79,13 +81,21 @@ class NearFleet:
     """Holds of runs; durations only on devices like those of the worker, and only if a hold limits it."""
     now: float
     """Unix time of the database."""
+    is_paused: bool = False
+    """True while the queue is paused: the worker takes no run."""
 
 
 async def read_fleet(connection: Any, lease_seconds: float) -> Fleet:
     """Return the workers that claim runs now; `connection` is an async session or connection."""
     rows = (await connection.execute(_ONLINE, _times(lease_seconds))).all()
     with_gpu = (await connection.execute(text(_GPU_BACKENDS))).all()
-    return Fleet(_offers(rows), frozenset(row[0] for row in with_gpu))
+    return Fleet(_offers(rows), frozenset(row[0] for row in with_gpu), await read_pause(connection))
+
+
+async def read_pause(connection: Any) -> Pause | None:
+    """Return the pause of the queue; None if runs start. `connection` is an async session or connection."""
+    row = (await connection.execute(_PAUSE)).one_or_none()
+    return None if row is None else Pause(*row)
 
 
 def read_near_fleet(connection: Connection, worker_id: str, lease_seconds: float) -> NearFleet | None:
@@ -95,7 +105,8 @@ def read_near_fleet(connection: Connection, worker_id: str, lease_seconds: float
         return None
     asking, offers = rows[0], _offers(rows)
     holds = StoredHolds.model_validate({**(asking.holds or {}), "seconds": {asking.device: asking.seconds or {}}})
-    return NearFleet(offers[0], Fleet(offers, frozenset(asking.gpu_backends or ())), holds, asking.now)
+    fleet = Fleet(offers, frozenset(asking.gpu_backends or ()))
+    return NearFleet(offers[0], fleet, holds, asking.now, asking.is_paused)
 
 
 def _times(lease_seconds: float) -> dict[str, float]:

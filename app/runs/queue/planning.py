@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from anneal.contracts.schemas.runs.placement import PendingReason
 from app.config import Settings
 from app.infra import async_tasks
-from app.runs.queue.fit import Needs, kept_quota_reason, pending_reason, reason_of_quota, reserved_reason
+from app.runs.queue.fit import Needs, kept_quota_reason, pause_reason, pending_reason, reason_of_quota, reserved_reason
 from app.runs.queue.holds import StoredHolds
 from app.runs.queue.holds_table import store_holds
 from app.runs.queue.policy import Assignment, Hold, Plan, Snapshot, quota_holder, schedule
@@ -50,6 +50,7 @@ async def plan_queue(
     # In a thread: a thousand runs and hundreds of workers take tenths of a second.
     snapshot, plan = await asyncio.to_thread(_plan, forecast)
     preempted: list[str] = []
+    may_preempt = may_preempt and forecast.fleet.pause is None
     request = preempt_for_first(forecast, snapshot, plan, settings) if may_preempt else None
     if request is not None:
         run, room = request
@@ -69,6 +70,7 @@ def _plan(forecast: Forecast) -> tuple[Snapshot, Plan]:
 
 def changed_reasons(planned: PlannedQueue) -> list[tuple[str, PendingReason | None]]:
     """Return the ids of the runs whose reason to wait has changed, each with its present reason."""
+    pause = planned.snapshot.fleet.pause
     hosts = {worker.worker_id: worker.host for worker in planned.snapshot.fleet.workers}
     holds: dict[str, Hold | Assignment] = {hold.run.run_id: hold for hold in planned.plan.holds}
     holds |= {
@@ -81,7 +83,7 @@ def changed_reasons(planned: PlannedQueue) -> list[tuple[str, PendingReason | No
         if row.wait > -_REASON_AFTER_SECONDS:
             continue
         with async_tasks.skipping_errors(log, "cannot say why run %s is pending", run.run_id):
-            reason = reason_of_quota(row)
+            reason = reason_of_quota(row) if pause is None else pause_reason(pause)
             if reason is None:
                 if run.needs not in by_needs:  # many runs of a long queue need the same
                     by_needs[run.needs] = pending_reason(run.needs, planned.snapshot.fleet)

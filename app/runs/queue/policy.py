@@ -11,6 +11,8 @@ the holds of the last round. The rules:
    run starts there only if it is predicted to end before the first one can start, or leaves it enough devices.
 4. The quotas of a run's API key and experiment limit the devices that their runs use together. A run on several
    devices that waits holds its quotas in the same way.
+5. While the queue is paused, no run starts. Runs hold workers and quotas all the same, so that the first ones to start
+   afterwards are those that would have been.
 """
 
 import heapq
@@ -333,6 +335,8 @@ class _Round:
     def _placement(self, run: WaitingRun) -> dict[str, tuple[int, ...]] | None:
         """Return the free devices on which a run starts, by worker; None if there are too few."""
         needs = run.needs
+        if self._state.snapshot.fleet.pause is not None:
+            return None
         if self._free_count < needs.devices or self._state.needs_kind(run) in self._lacking:
             return None
         free = {

@@ -263,6 +263,23 @@ class TestSubmission:
         await jobs.do_round()
         assert len(ray.submissions) == 6 and {job(same_owner), job(other)} < set(ray.submissions)
 
+    async def test_while_the_queue_is_paused_none_is_submitted_and_one_that_waits_is_withdrawn(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        submitted = add(engine)
+        await jobs.do_round()
+        execute(engine, "INSERT INTO queue_pause (paused_by) VALUES ('ada')")
+        new = add(engine)
+        await jobs.do_round()
+        execute(engine, "UPDATE ray_jobs SET left_at = left_at - interval '1 minute'")
+        await jobs.do_round()
+        assert ray.submissions == [job(submitted)] and ray.stopped == [job(submitted)]
+        assert {waits_because(engine, run_id)[0] for run_id in (submitted, new)} == {"queue_paused"}
+        assert run_row(engine, submitted).lost_count == 0
+        execute(engine, "DELETE FROM queue_pause")
+        await jobs.do_round()
+        assert set(ray.submissions[1:]) == {job(submitted, 1), job(new)}
+
     async def test_a_quota_counts_the_jobs_that_are_submitted(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:

@@ -32,6 +32,7 @@
  * @property {number} expert_parallel
  */
 
+/** @typedef {{ paused_at: string, paused_by: string, reason: string | null }} Pause */
 /** @typedef {{ start_at: string | null, finish_at: string | null, confidence: string, basis: string }} Prediction */
 
 /**

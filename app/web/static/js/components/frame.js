@@ -1,7 +1,8 @@
 // Frame of every page: navigation, state of the stream, account.
 
 import { html } from '../../vendor/preact.js';
-import { useAction } from '../resource.js';
+import { sendRequest, get } from '../api.js';
+import { useAction, useResource } from '../resource.js';
 import { path } from '../router.js';
 import { hasScope, session, signOut } from '../session.js';
 import { connection } from '../stream.js';
@@ -18,6 +19,7 @@ const PAGES = [
   ['/workers', 'Workers'],
   ['/webhooks', 'Webhooks'],
 ];
+const QUEUE_EVERY_MS = 10_000;
 const THEMES = /** @type {const} */ ([
   ['auto', 'Theme of the system'],
   ['light', 'Light theme'],
@@ -63,8 +65,36 @@ export function Frame({ icon, children }) {
       </a>`}
       <${Account} />
     </header>
-    <main class="page" id="main" tabindex="-1">${children}</main>
+    <main class="page" id="main" tabindex="-1">
+      ${session.value && html`<${PausedQueue} />`}
+      ${children}
+    </main>
   `;
+}
+
+/** Banner of every page while the queue is paused. */
+function PausedQueue() {
+  const queue = useResource((signal) => get('/v1/queue', {}, signal), 'queue', { everyMs: QUEUE_EVERY_MS });
+  const resuming = useAction();
+  /** @type {import('../api_types.js').Pause | null | undefined} */
+  const pause = queue.data?.pause;
+  if (!pause) return null;
+  const resume = () =>
+    resuming.run(async () => {
+      await sendRequest('POST', '/v1/queue/resume', { body: {} });
+      queue.reload();
+    });
+  return html`<div class="banner paused" role="status">
+    <${Icon} name="warn" />
+    <div>
+      <h2>The queue is paused: no run starts.</h2>
+      <p>By ${pause.paused_by}, ${format.clock(pause.paused_at)}${pause.reason && `: ${pause.reason}`}</p>
+      <${ErrorText} error=${resuming.error} />
+    </div>
+    ${hasScope('admin') && html`<button type="button" class="btn" disabled=${resuming.busy} onClick=${resume}>
+      Resume the queue
+    </button>`}
+  </div>`;
 }
 
 function Account() {
