@@ -24,7 +24,7 @@ from anneal.contracts.schemas.runs.bulk import MOST_RUNS, RunChange, RunChanges
 from anneal.contracts.schemas.runs.comparison import RunComparison
 from anneal.contracts.schemas.runs.curves import RunMetrics
 from anneal.contracts.schemas.runs.reads import RunFull, RunRead, RunStopped, RunSummary
-from anneal.contracts.schemas.runs.requests import EvaluationCreate, RunCheck, RunCreate
+from anneal.contracts.schemas.runs.requests import EvaluationCreate, PredictionCreate, RunCheck, RunCreate
 from anneal.contracts.stop import StopMode
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,20 @@ class Runs(ApiResource[M]):
         """
         key = idempotency_key or str(uuid.uuid4())
         run = await self._session.post(RunRead, "/runs/evaluate", request_body(evaluation), key=key)
+        return await self._wait_for_end(run.id) if wait else run
+
+    @call
+    async def predict(
+        self, prediction: PredictionCreate | Mapping[str, Any], *, wait: bool = True, idempotency_key: str | None = None
+    ) -> RunRead:
+        """Answer the rows of a dataset with a base model, the output of a run or a checkpoint.
+
+        `prediction` is the body of `POST /v1/runs/predict`: `model`, `dataset_id` and optional fields. The call returns
+        the run when it has ended, with the scores in `evaluation`; with `wait=False` it returns at once. `download`
+        gets the answers.
+        """
+        key = idempotency_key or str(uuid.uuid4())
+        run = await self._session.post(RunRead, "/runs/predict", request_body(prediction), key=key)
         return await self._wait_for_end(run.id) if wait else run
 
     @call

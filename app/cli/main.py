@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import io
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +32,8 @@ NOUNS = {
 """Groups of commands that call the HTTP API, with their modules, which are imported only when a command needs them."""
 
 
-VERBS = {"eval": "app.cli.runs.evaluate"}
-"""Single commands that call the HTTP API, imported in the same way."""
+VERBS = {"eval": "app.cli.runs.evaluate:evaluation", "predict": "app.cli.runs.evaluate:prediction"}
+"""Single commands that call the HTTP API, as `module:application`, imported in the same way."""
 
 _DELETING = {"prune", "delete"}
 """Commands that are never suggested for another word, because they delete."""
@@ -47,7 +48,7 @@ class _Commands(CommandGroup):
         if cmd_name in NOUNS:
             command = typer.main.get_group(importlib.import_module(NOUNS[cmd_name]).commands)
         elif cmd_name in VERBS:
-            command = typer.main.get_command(importlib.import_module(VERBS[cmd_name]).commands)
+            command = typer.main.get_command(pkgutil.resolve_name(VERBS[cmd_name]))
         else:
             return super().get_command(ctx, cmd_name)
         command.name = cmd_name

@@ -62,7 +62,9 @@ def list_runs(
     base_model: OfBaseModel = None,
     method: OfMethod = None,
     dataset: OfDataset = None,
-    task: Annotated[Literal["train", "evaluate", "export"] | None, typer.Option(help="Only runs of this task.")] = None,
+    task: Annotated[
+        Literal["train", "evaluate", "export", "predict"] | None, typer.Option(help="Only runs of this task.")
+    ] = None,
     search: WithText = None,
     sort: Annotated[
         RunSort | None,
@@ -97,7 +99,7 @@ def list_runs(
 
 def _steps_text(run: "RunSummary") -> str | None:
     """Format the progress of a training; evaluations and exports have no steps."""
-    return f"{run.current_step}/{run.total_steps or '?'}" if run.task == RunTask.train else None
+    return f"{run.current_step}/{run.total_steps or '?'}" if run.task.saves_checkpoints else None
 
 
 def _measure_column(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary], Any]]":
@@ -111,10 +113,11 @@ def _measure_column(sort: "RunSort | None") -> "tuple[str, Callable[[RunSummary]
 
 def _best_of_method(run: "RunSummary") -> str | None:
     """Format the value by which a run is compared with others of its method."""
-    from anneal.contracts.methods import METHODS
+    from anneal.contracts.methods import METHODS, RANKING_METRIC
 
     if run.best_eval is not None:
-        return f"{run.method} {METHODS[run.method].eval_metric} {value_text(run.best_eval)}"
+        metric = METHODS[run.method].eval_metric if run.task != RunTask.predict else RANKING_METRIC
+        return f"{run.method} {metric} {value_text(run.best_eval)}"
     return None if run.best_loss is None else f"{run.method} loss {value_text(run.best_loss)}"
 
 
@@ -147,7 +150,7 @@ def show(run_id: RunId, as_json: AsJson = False) -> None:
                 "best evaluation": run.best_eval, **(run.evaluation or {}), "attempt": run.attempt,
                 "model": run.fine_tuned_model, "checkpoint": run.checkpoint_path, "parent": run.parent_run_id,
                 "resume": _resume_fidelity(run),
-                "evaluates": run.base_run_id if run.task == RunTask.evaluate else None,
+                "uses": run.base_run_id if run.task.is_inference else None,
                 "estimated memory": _estimated_memory(run), "measured memory": _measured_memory(run),
                 **fact_lines(run), **remark_lines(run), "needs": _needs_text(run), "experiment": run.experiment_id,
                 "tags": run.tags, "pinned": run.pinned or None,

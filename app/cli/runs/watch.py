@@ -29,7 +29,6 @@ from anneal.contracts.events import (
     StatusEvent,
 )
 from anneal.contracts.methods import method_of
-from anneal.contracts.run_task import RunTask
 from app.cli.console import json_line, print_note, print_text
 from app.cli.runs.state_text import eta_text, status_text
 from app.infra.terminal_text import plain_line, plain_number, plain_text
@@ -128,7 +127,7 @@ def _print_end(run: "RunRead") -> None:
         print_text(f"  {'  '.join(_metric_figures(run.evaluation))}")
     elif run.status == "completed" and run.probe is None:
         print_text(f"  Download the model with `anneal runs download {run.id}`.")
-    elif run.status == "cancelled" and run.probe is None and run.task == RunTask.train:
+    elif run.status == "cancelled" and run.probe is None and run.task.saves_checkpoints:
         print_text(f"  Resume it with `anneal runs resume {run.id}`.")
 
 

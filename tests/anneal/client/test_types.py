@@ -12,7 +12,10 @@ import pytest
 
 from tests.nodes import ROOT
 
-DOCUMENTS = ("README.md", "docs/guides/python.md", "docs/guides/devices.md", "docs/guides/evaluation.md")
+DOCUMENTS = (
+    "README.md", "docs/guides/python.md", "docs/guides/devices.md", "docs/guides/evaluation.md",
+    "docs/guides/predictions.md",
+)  # fmt: skip
 WRONG = """
 from anneal import Anneal
 
