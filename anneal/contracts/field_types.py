@@ -70,6 +70,8 @@ class Traits:
     """Applies only to runs with `sample_steps`."""
     depends_on_method: bool = False
     """Its valid values depend on the method."""
+    usual: tuple[float, float] | None = None
+    """Least and greatest usual value; others are warned about. The default is within."""
 
 
 Timestamp = Annotated[datetime, PlainSerializer(format_timestamp, return_type=str, when_used="json")]

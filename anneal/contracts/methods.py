@@ -40,7 +40,7 @@ DpoLoss = Literal[
 class DpoOptions(Strict):
     """Options of direct preference optimization; for method `dpo` only."""
 
-    beta: Annotated[float, Traits()] = Field(
+    beta: Annotated[float, Traits(usual=(0.001, 5))] = Field(
         default=0.1,
         gt=0,
         le=100,
@@ -58,7 +58,7 @@ class DpoOptions(Strict):
 class KtoOptions(Strict):
     """Options of Kahneman-Tversky optimization; for method `kto` only."""
 
-    beta: Annotated[float, Traits()] = Field(
+    beta: Annotated[float, Traits(usual=(0.001, 5))] = Field(
         default=0.1,
         gt=0,
         le=100,
@@ -90,8 +90,8 @@ class RlhfOptions(Strict):
     max_completion_length: Annotated[Annotated[int, Field(ge=1, le=1_000_000), COUNT], Traits()] = Field(
         default=256, description="Maximum number of tokens generated per completion."
     )
-    temperature: Annotated[float, Traits()] = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
-    beta: Annotated[float, Traits()] = Field(
+    temperature: Annotated[float, Traits(usual=(0.2, 2))] = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
+    beta: Annotated[float, Traits(usual=(0, 1))] = Field(
         default=0.0,
         ge=0,
         le=100,
@@ -135,6 +135,8 @@ class Method:
     """True if the loss compares the model with a frozen reference model."""
     min_batch_size: int = 1
     """Minimum number of rows per micro-batch; more than 1 if the loss compares the rows of one."""
+    averages_tokens: bool = False
+    """True if the loss is a mean over the tokens of a micro-batch, whose rows then count by their lengths."""
     truncates: bool = True
     """False if rows that are too long are skipped."""
     smaller: TrainingMethod | None = None
@@ -150,6 +152,11 @@ class Method:
             # The state of an adapter's optimizer is small, so paging or 8 bits would save nothing and cost time.
             return {"learning_rate": self.learning_rate.adapter, "optim": "adamw_torch_fused"}
         return {"learning_rate": self.learning_rate.full, "optim": "paged_adamw_8bit"}
+
+    @property
+    def mixes_rows(self) -> bool:
+        """True if the loss of a row depends on the other rows of its micro-batch."""
+        return self.min_batch_size > 1 or self.averages_tokens
 
     @property
     def is_supervised(self) -> bool:

@@ -40,4 +40,6 @@ NEEDS_EVAL_DATA = tuple(name for name, traits in TRAITS.items() if traits.needs_
 
 NEEDS_SAMPLES = tuple(name for name, traits in TRAITS.items() if traits.needs_samples)
 
+USUAL = {name: traits.usual for name, traits in TRAITS.items() if traits.usual is not None}
+
 DEPENDS_ON_METHOD = frozenset(name for name, traits in TRAITS.items() if traits.depends_on_method)

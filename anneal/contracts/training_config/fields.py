@@ -266,7 +266,7 @@ class TrainingConfig(Strict):
     lora_alpha: Annotated[LoraAlpha, Traits(adapter_only=True)] = Field(
         default=32, description="LoRA scaling factor: adapters are scaled by `lora_alpha / lora_r`."
     )
-    lora_dropout: Annotated[float, Traits(adapter_only=True)] = Field(
+    lora_dropout: Annotated[float, Traits(adapter_only=True, usual=(0, 0.5))] = Field(
         default=0.05, ge=0, lt=1, description="Dropout probability of the LoRA layers."
     )
     target_modules: Annotated[list[ModuleName] | None, Traits(affects="step_time", adapter_only=True)] = Field(
@@ -327,10 +327,10 @@ class TrainingConfig(Strict):
     min_steps: Annotated[Steps | None, Traits(changeable_on_resume=True, affects="duration")] = Field(
         default=None, description="Minimum number of optimizer steps; the data is repeated until then."
     )
-    warmup_ratio: Annotated[float, Traits()] = Field(
+    warmup_ratio: Annotated[float, Traits(usual=(0, 0.5))] = Field(
         default=0.03, ge=0, lt=1, description="Fraction of steps used for linear warmup."
     )
-    weight_decay: Annotated[float, Traits(changeable_on_resume=True)] = Field(
+    weight_decay: Annotated[float, Traits(changeable_on_resume=True, usual=(0, 0.5))] = Field(
         default=0.01, ge=0, le=10, description="Weight decay; not applied to biases and norms."
     )
     optim: Annotated[Optimizer, Traits()] = Field(
@@ -341,7 +341,7 @@ class TrainingConfig(Strict):
     lr_scheduler_type: Annotated[Scheduler, Traits()] = Field(
         default="cosine", description="Learning-rate schedule, by its name in transformers."
     )
-    neftune_noise_alpha: Annotated[float | None, Traits(supervised_only=True)] = Field(
+    neftune_noise_alpha: Annotated[float | None, Traits(supervised_only=True, usual=(0.1, 50))] = Field(
         default=None, gt=0, le=1000, description="NEFTune noise on embeddings; `null` disables it."
     )
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from anneal.contracts.methods import METHODS
+from anneal.contracts.methods import METHODS, OPTION_GROUPS
 from anneal.contracts.training_config.fields import TrainingConfig
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -15,7 +15,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "lora_r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform", "init_lora_weights",
         "use_rslora", "use_dora", "modules_to_save", "trainable_token_indices",
     ),
-    "Objective": ("dpo", "kto", "rlhf"),
+    "Objective": tuple(OPTION_GROUPS),
     "Length": ("epochs", "max_steps", "min_steps", "time_limit_seconds", "stop_at_step", "early_stopping_patience"),
     "Optimization": (
         "learning_rate", "lr_scheduler_type", "warmup_ratio", "optim", "weight_decay", "batch_size",

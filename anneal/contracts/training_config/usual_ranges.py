@@ -1,9 +1,10 @@
 """Warnings for values with which training rarely works: far outside the range that is usual for the method."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import METHODS
+from anneal.contracts.training_config.field_traits import USUAL
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.rules import field_error, wants_adapter
 
@@ -12,18 +13,6 @@ _LOWEST_RATE_FACTOR = 1 / 100
 
 _SCALES_FREELY = frozenset({"sgd", "adagrad"})
 """Optimizers whose steps are in proportion to the gradients, so that rates of other optimizers say nothing."""
-
-_USUAL: Mapping[str, tuple[float, float]] = {
-    "lora_dropout": (0, 0.5),
-    "weight_decay": (0, 0.5),
-    "warmup_ratio": (0, 0.5),
-    "neftune_noise_alpha": (0.1, 50),
-    "dpo.beta": (0.001, 5),
-    "kto.beta": (0.001, 5),
-    "rlhf.beta": (0, 1),
-    "rlhf.temperature": (0.2, 2),
-}
-"""Least and greatest usual value; the default is within."""
 
 _SCALE = (1 / 64, 16)
 """Usual factor of an adapter's output."""
@@ -36,7 +25,7 @@ def unusual_values(config: TrainingConfig) -> list[FieldError]:
 
 def _out_of_range(config: TrainingConfig) -> Iterator[FieldError]:
     has_adapter = wants_adapter(config)
-    for name, (least, greatest) in _USUAL.items():
+    for name, (least, greatest) in USUAL.items():
         group, _, member = name.rpartition(".")
         if group and group != config.method:
             continue

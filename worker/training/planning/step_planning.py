@@ -115,7 +115,7 @@ def _possible_micro_batches(trainer: ServiceTrainerMixin) -> tuple[int, ...]:
     run, config = trainer.run, trainer.run.config
     is_set = bool(run.user_set_fields & {"batch_size", "gradient_accumulation_steps"})
     is_part_of_the_loss = (
-        run.method.min_batch_size > 1
+        run.method.mixes_rows
         or run.method.generates
         or config.neftune_noise_alpha is not None  # its noise depends on the positions of the batch
         or bool(getattr(trainer, "aux_loss_enabled", False))  # balances the experts of each micro-batch

@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from anneal.contracts.errors import FieldError
 from anneal.contracts.field_types import EvaluationSetName, ModelName
 from anneal.contracts.human_numbers import COUNT, SECONDS
+from anneal.contracts.methods import METHODS, OPTION_GROUPS
 from anneal.contracts.prompts import PredictOptions
 from anneal.contracts.schemas.runs.common import CHECKPOINT_ID, CONFIG, DATASET_ID, RUN_ID, Body, Config, Label
 from anneal.contracts.schemas.runs.placement import ResourceChanges, ResourceRequest
@@ -108,9 +109,10 @@ class EvaluationCreate(InferenceCreate):
     config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
-        "`loss_on`, `extra.eval_batch_size`, `extra.metrics` and the options of the loss (`dpo`, `kto`, `rlhf`): the "
-        "others are those of the run. For a base model also `method`. The dataset determines the loss: that of the "
-        "run if its method trains on such data, otherwise that of the method that does.",
+        "`loss_on`, `extra.eval_batch_size`, `extra.metrics` and the options of the loss ("
+        + ", ".join(f"`{name}`" for name in OPTION_GROUPS)
+        + "): the others are those of the run. For a base model also `method`. The dataset determines the loss: that "
+        "of the run if its method trains on such data, otherwise that of the method that does.",
     )
 
 
@@ -162,6 +164,9 @@ class PredictionCreate(InferenceCreate):
     config: PredictionConfig = Field(default_factory=PredictionConfig, description="How the model answers.")
 
 
+_OF_PAIRS = ", ".join(f"`{method.name}`" for method in METHODS.values() if method.has_pairs)
+
+
 class DatasetSize(Body):
     """Size of a dataset that is not uploaded yet."""
 
@@ -170,7 +175,7 @@ class DatasetSize(Body):
         default=None,
         ge=1,
         le=10**9,
-        description="Mean number of tokens of a row (of `dpo` and `reward`: of a prompt with either answer); null: "
+        description=f"Mean number of tokens of a row (of {_OF_PAIRS}: of a prompt with either answer); null: "
         "`max_seq_length`.",
     )
 
