@@ -23,6 +23,7 @@ class TrainingMethod(StrEnum):
     qlora = "qlora"
     dpo = "dpo"
     kto = "kto"
+    orpo = "orpo"
     reward = "reward"
     rlhf = "rlhf"
     sft = "sft"
@@ -75,6 +76,17 @@ class KtoOptions(Strict):
     )
 
 
+class OrpoOptions(Strict):
+    """Options of odds ratio preference optimization; for method `orpo` only."""
+
+    beta: Annotated[float, Traits(usual=(0.001, 5))] = Field(
+        default=0.1,
+        gt=0,
+        le=100,
+        description="Weight of the loss of the odds ratio beside the loss of the better answers.",
+    )
+
+
 class RlhfOptions(Strict):
     """Options of reinforcement learning from rewards; for method `rlhf` only."""
 
@@ -90,7 +102,9 @@ class RlhfOptions(Strict):
     max_completion_length: Annotated[Annotated[int, Field(ge=1, le=1_000_000), COUNT], Traits()] = Field(
         default=256, description="Maximum number of tokens generated per completion."
     )
-    temperature: Annotated[float, Traits(usual=(0.2, 2))] = Field(default=1.0, gt=0, le=100, description="Sampling temperature.")
+    temperature: Annotated[float, Traits(usual=(0.2, 2))] = Field(
+        default=1.0, gt=0, le=100, description="Sampling temperature."
+    )
     beta: Annotated[float, Traits(usual=(0, 1))] = Field(
         default=0.0,
         ge=0,
@@ -251,6 +265,17 @@ METHODS: Mapping[TrainingMethod, Method] = {
             options=KtoOptions,
             has_reference=True,
             min_batch_size=2,
+        ),
+        Method(
+            name=TrainingMethod.orpo,
+            summary="pairs of a better and a worse answer",
+            objective="preference",
+            trainer="worker.training.methods.orpo:train",
+            formats=("preference",),
+            learning_rate=LearningRate(adapter=2e-5, full=5e-6),
+            row_noun="pairs",
+            options=OrpoOptions,
+            averages_tokens=True,
         ),
         Method(
             name=TrainingMethod.reward,

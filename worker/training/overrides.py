@@ -104,6 +104,22 @@ class ReferenceOverrides(Trainer):  # type: ignore[misc]
         return self.compute_reference(dataset, name, batch_size, original)
 
 
+class ReferenceFreeOverrides(Trainer):  # type: ignore[misc]
+    """Private methods of TRL's `DPOTrainer`, for losses of pairs without a reference model."""
+
+    CHECKED_WITH: ClassVar[str] = _TRL
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        return dataset  # its rows are tokenized
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        return dataset  # there is no reference model
+
+    def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        loss = self.loss_of_pairs(model, inputs)
+        return (loss, None) if return_outputs else loss
+
+
 class RatedAnswerOverrides(Trainer):  # type: ignore[misc]
     """Private method of TRL's `KTOTrainer`."""
 

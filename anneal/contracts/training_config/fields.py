@@ -12,6 +12,7 @@ from anneal.contracts.methods import (
     METHODS,
     DpoOptions,
     KtoOptions,
+    OrpoOptions,
     RlhfOptions,
     TrainingMethod,
     method_of,
@@ -533,6 +534,7 @@ class TrainingConfig(Strict):
     kto: Annotated[KtoOptions, Traits(affects="step_time")] = Field(
         default_factory=KtoOptions, description="Options of method `kto`."
     )
+    orpo: Annotated[OrpoOptions, Traits()] = Field(default_factory=OrpoOptions, description="Options of method `orpo`.")
     rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
         default_factory=RlhfOptions, description="Options of method `rlhf`."
     )

@@ -108,6 +108,7 @@ _OURS = {
     "dpo.label_smoothing": "dpo_label_smoothing label_smoothing",
     "kto.desirable_weight": "desirable_weight kto_chosen_weight kto_desirable_weight",
     "kto.undesirable_weight": "undesirable_weight kto_rejected_weight kto_undesirable_weight",
+    "orpo.beta": "orpo_beta orpo_alpha",
     "rlhf.rewards": "rewards reward_funcs reward_functions reward_model reward_models reward_weights reward_func "
     "reward_funcs_file",
     "rlhf.num_generations": "num_generations group_size n_generations num_samples_per_prompt rollout_n",

@@ -3,6 +3,7 @@
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.methods import METHODS
 from app.config import Settings
 from app.workers import registry
 from tests.factories import Trainer, make_dataset, make_run
@@ -70,7 +71,7 @@ class TestBackends:
         assert [backend["id"] for backend in page["data"]] == ["celery", "fake", "ray"]
         celery = api.client.get("/v1/backends/celery").json()
         assert celery == page["data"][0]
-        assert set(celery["supported_methods"]) == {"full", "lora", "qlora", "dpo", "kto", "reward", "rlhf", "sft"}
+        assert set(celery["supported_methods"]) == {*METHODS}
         assert celery["supported_quantization"] == ["4bit", "8bit"] and celery["supports_streaming_logs"]
 
     def test_report_the_largest_model_of_their_best_device(self, api: ApiServer, engine: Engine) -> None:

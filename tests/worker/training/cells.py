@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anneal.contracts.methods import METHODS
 from tests.worker.training.output.outputs import figures, weights
 from tests.worker.training.tiny import (
     Forks,
@@ -35,6 +36,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "sft": {"method": "sft"},
     "dpo": {"method": "dpo"},
     "kto": {"method": "kto"},
+    "orpo": {"method": "orpo"},
     "reward": {"method": "reward"},
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
@@ -145,9 +147,7 @@ class Lab:
             "logging_steps": 2, "learning_rate": 1e-2, "optim": "adamw_torch_fused", "max_seq_length": 128,
             "batch_size": 2, "gradient_accumulation_steps": 3, "export": "last", **ADAPTERS[cell.adapter],
         }  # fmt: skip
-        kind = {"sft": "chat", "dpo": "preference", "kto": "rated", "reward": "preference", "rlhf": "prompt"}[
-            config["method"]
-        ]
+        kind = METHODS[config["method"]].formats[0]
         if config["method"] == "rlhf":
             config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
             length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}

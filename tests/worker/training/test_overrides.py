@@ -16,13 +16,15 @@ import worker.training
 from worker.training import overrides
 from worker.training.methods.dpo import PreferenceTrainer
 from worker.training.methods.kto import RatedAnswerTrainer
+from worker.training.methods.reference_free import ReferenceFreeTrainer
 from worker.training.methods.reward_model import RewardModelTrainer
 from worker.training.methods.rlhf import GroupTrainer, LeaveOneOutTrainer
 from worker.training.methods.sft import SupervisedTrainer
 from worker.training.overrides import INTERNAL_NAMES, InternalName
 
 TRAINERS = (
-    SupervisedTrainer, PreferenceTrainer, RatedAnswerTrainer, RewardModelTrainer, GroupTrainer, LeaveOneOutTrainer,
+    SupervisedTrainer, PreferenceTrainer, RatedAnswerTrainer, ReferenceFreeTrainer, RewardModelTrainer, GroupTrainer,
+    LeaveOneOutTrainer,
 )  # fmt: skip
 OF_TORCH_AND_PYTHON = {
     "_asdict", "_backward_hooks", "_backward_pre_hooks", "_buffers", "_dump_snapshot", "_forward_hooks",

@@ -6,6 +6,7 @@ export const OBJECTIVES = [
   ['sft', 'SFT', 'Chats, completions, texts'],
   ['dpo', 'DPO', 'Preference pairs'],
   ['kto', 'KTO', 'Rated answers'],
+  ['orpo', 'ORPO', 'Preference pairs, without a reference'],
   ['reward', 'Reward', 'Model that scores answers'],
   ['rlhf', 'RLHF', 'Rewards on own completions'],
 ];

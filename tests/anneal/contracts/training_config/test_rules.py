@@ -1,4 +1,4 @@
-"""Configurations of `dpo`, `kto`, `reward` and `rlhf`: which fields apply to these methods, rewards included."""
+"""Configurations of methods that are not supervised: which fields apply to these methods, rewards included."""
 
 import json
 import time
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from anneal.contracts.methods import OPTION_GROUPS
 from anneal.contracts.rewards import Reward, metric_names
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.raw_config import given_fields
@@ -33,7 +34,7 @@ def rlhf(*rewards: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    **{method: {"method": method} for method in ("dpo", "kto", "reward")},
+    **{method: {"method": method} for method in ("dpo", "kto", "orpo", "reward")},
     "rlhf": rlhf(ANSWER),
 }
 
@@ -79,13 +80,13 @@ class TestEveryMethod:
         ((name, (code, message)),) = conflicts_of({**CONFIGS[method], **fields}).items()
         assert (name, code) == (field, "conflict") and f"`{method}`" in message
 
-    def test_keeping_the_end_is_for_dpo_alone(self, method: str) -> None:
+    def test_keeping_the_end_is_for_pairs_that_are_cut(self, method: str) -> None:
         assert set(conflicts_of({**CONFIGS[method], "truncation_mode": "keep_end"})) == (
-            set() if method == "dpo" else {"truncation_mode"}
+            set() if method in ("dpo", "orpo") else {"truncation_mode"}
         )
 
     def test_options_of_another_one_are_refused(self, method: str) -> None:
-        others = {"dpo": {"beta": 0.2}, "kto": {"beta": 0.2}, "rlhf": {"beta": 0.2}}
+        others = {group: {"beta": 0.2} for group in OPTION_GROUPS}
         others.pop(method, None)
         assert set(conflicts_of({**CONFIGS[method], **others})) == set(others)
 

@@ -29,12 +29,14 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from worker.training.model import loader
 
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig), "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
 }  # fmt: skip
 
 

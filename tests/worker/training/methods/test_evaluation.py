@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from anneal.contracts.attempt.messages import ControlMessage
-from anneal.contracts.methods import EVALUATION_METRICS
+from anneal.contracts.methods import EVALUATION_METRICS, METHODS, TrainingMethod
 from anneal.contracts.stop import StopRequest
 from tests.worker.training.tiny import Forks, Outcome, make_chat_dataset, make_job, make_pairs, make_prompts, make_rated
 from tests.worker.training.two_ranks import TwoRanks
@@ -69,13 +69,14 @@ def main_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
         ("dpo", {"lora_r": 4}),
         pytest.param("dpo", {"lora_r": None}, marks=pytest.mark.full),
         pytest.param("kto", {"lora_r": 4}, marks=pytest.mark.full),
+        pytest.param("orpo", {"lora_r": 4}, marks=pytest.mark.full),
         pytest.param("reward", {"lora_r": 4}, marks=pytest.mark.full),
     ],
 )
 def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_batch_size(
     method: str, fields: dict[str, Any], forks: Forks, tiny_model: Path, tmp_path: Path
 ) -> None:
-    data_format = {"dpo": "preference", "kto": "rated", "reward": "preference"}.get(method, "chat")
+    data_format = METHODS[TrainingMethod(method)].formats[0]
     data, held_out = DATA[data_format](tmp_path / "data.jsonl", 16), DATA[data_format](tmp_path / "held_out.jsonl", 10)
     config = {"method": method, "export": "last", **fields, **COMMON}
     trained = forks.run(
@@ -87,7 +88,7 @@ def test_an_evaluation_equals_that_of_the_training_and_does_not_depend_on_the_ba
     assert trained.result["outcome"] == "completed", (trained.result, trained.stderr[-2000:])
     during = {one["step"]: main_metrics(one["metrics"]) for one in trained.of("eval")}
     places = [(trained.folder / "checkpoint-2", 2, {}), (trained.output, 4, {})]
-    if method != "kto":  # its KL term compares the rows of a batch
+    if not METHODS[TrainingMethod(method)].mixes_rows:
         places.append((trained.output, 4, {"extra": {"eval_batch_size": 3}}))
     for number, (weights, step, more) in enumerate(places):
         job = evaluation_job(

@@ -70,6 +70,8 @@ def measured(outcome: Outcome, name: str) -> list[float]:
     return [record["extra"][name] for record in outcome.of("metric")]
 
 
+REFERENCE_FREE: dict[str, dict[str, Any]] = {"orpo": {"beta": 2.0}}
+REFERENCE_FREE_USUAL = [("orpo", "qlora")]
 RLHF_USUAL = [("full", "grpo"), ("8bit", "rloo")]
 
 
@@ -112,6 +114,28 @@ class TestEveryAdapter:
         evaluated = [record["metrics"] for record in done.of("eval")]
         assert evaluated[-1]["eval_reward_margin"] > 0.02
         assert done.of("config")[0]["facts"]["flops_not_counted"] == "forward passes that estimate the KL term"
+
+    @pytest.mark.parametrize(
+        ("method", "adapter"),
+        [
+            pytest.param(method, adapter, marks=[] if (method, adapter) in REFERENCE_FREE_USUAL else pytest.mark.full)
+            for method in REFERENCE_FREE
+            for adapter in ADAPTERS
+        ],
+    )
+    def test_methods_without_a_reference_come_to_prefer_what_was_chosen(
+        self, method: str, adapter: str, forks: Forks, model: Path, pairs: Path, tmp_path: Path
+    ) -> None:
+        config = COMMON | ADAPTERS[adapter] | {"eval_split": 0.2, "eval_steps": 3, method: REFERENCE_FREE[method]}
+        done = completed(forks.run(make_job(tmp_path, model, pairs, data_format="preference", method=method, **config)))
+        assert not any("reference" in record["line"] for record in done.of("message"))
+        assert losses(done)[-1] < losses(done)[0]
+        assert measured(done, "preference_accuracy")[-1] > 0.7
+        assert measured(done, "reward_margin")[-1] > measured(done, "reward_margin")[0]
+        evaluated = [record["metrics"] for record in done.of("eval")]
+        assert evaluated[-1]["eval_preference_accuracy"] > 0.7
+        assert done.result["metrics"]["best_eval_loss"] == min(one["eval_loss"] for one in evaluated)
+        load_output(done.output, model)
 
     @every_adapter("lora")
     def test_a_reward_model_gives_the_better_answer_the_higher_number_and_rewards_with_it(
@@ -233,6 +257,18 @@ class TestParity:
             loss_type=["hinge" if chat else "sigmoid"], max_length=64, precompute_ref_log_probs=True,
         )  # fmt: skip
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
+
+    @every_pair("method", list(REFERENCE_FREE), usual=("full", "orpo"))
+    def test_losses_of_methods_without_a_reference_equal_plain_trls(
+        self, adapter: str, method: str, ours: dict[str, Any], forks: Forks, pairs: Path, tmp_path: Path
+    ) -> None:
+        """Some pairs are cut. These trainers of TRL add no token at the beginning of a text."""
+        model = make_tiny_model(tmp_path / "model")
+        options = REFERENCE_FREE[method]
+        config = ours | {method: options, "max_seq_length": 48}
+        job = make_job(tmp_path, model, pairs, data_format="preference", method=method, **config)
+        theirs = plain(method, model, pairs, tmp_path / "plain", adapter, max_length=48, **options)
+        assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-5)
 
     @texts_or_chats(usual=("lora", False))
     def test_losses_of_kto_equal_plain_trls(

@@ -106,6 +106,7 @@ METHODS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "packed": ({"method": "lora", "packing": True, "max_seq_length": 128}, None, "chat"),
     "dpo": ({"method": "dpo"}, make_pairs, "preference"),
     "kto": ({"method": "kto"}, make_rated, "rated"),
+    "orpo": ({"method": "orpo"}, make_pairs, "preference"),
     "reward": ({"method": "reward"}, make_pairs, "preference"),
 }
 

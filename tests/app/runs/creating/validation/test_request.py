@@ -386,7 +386,7 @@ class TestDefaultValues:
         assert created.status_code == 202, created.text
         unusual = {it["field"] for it in check["warnings"] if it["code"] == "unusual_value"}
         # 2e-4 is the default of supervised methods with an adapter, and 10 times that of those without one.
-        assert unusual == ({"config.learning_rate"} if method in ("dpo", "kto", "rlhf") else set())
+        assert unusual == ({"config.learning_rate"} if METHODS[method].learning_rate.adapter < 2e-5 else set())
         assert created.json()["warnings"] == check["warnings"]
         shown = api.client.get(f"/v1/runs/{created.json()['id']}").json()
         assert shown["warnings"] == check["warnings"]
