@@ -108,7 +108,7 @@ def _calls(folder: Path, base: Path, rows: Split) -> Iterator[tuple[str, Callabl
         yield method, partial(_supervised, folder, base, method, chats, held_out)
     pairs = _write(folder / "pairs.jsonl", _pairs(rows.training[:_PAIRS]))
     held_pairs = _write(folder / "held-out-pairs.jsonl", _pairs(rows.held_out[:_HELD_OUT_PAIRS]))
-    for method in ("dpo", "orpo", "reward"):
+    for method in ("dpo", "orpo", "simpo", "reward"):
         for adapter in ADAPTERS:
             yield method, partial(_preference, folder, base, method, adapter, pairs, held_pairs)
     rated = _write(folder / "rated.jsonl", _rated(rows.training[:_PAIRS]))

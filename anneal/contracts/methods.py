@@ -24,6 +24,7 @@ class TrainingMethod(StrEnum):
     dpo = "dpo"
     kto = "kto"
     orpo = "orpo"
+    simpo = "simpo"
     reward = "reward"
     rlhf = "rlhf"
     sft = "sft"
@@ -84,6 +85,23 @@ class OrpoOptions(Strict):
         gt=0,
         le=100,
         description="Weight of the loss of the odds ratio beside the loss of the better answers.",
+    )
+
+
+class SimpoOptions(Strict):
+    """Options of simple preference optimization; for method `simpo` only."""
+
+    beta: Annotated[float, Traits(usual=(0.05, 20))] = Field(
+        default=2.0,
+        gt=0,
+        le=100,
+        description="Factor of the mean log-probability of an answer, which is its reward.",
+    )
+    gamma: Annotated[float, Traits(usual=(0, 10))] = Field(
+        default=1.0,
+        ge=0,
+        le=100,
+        description="Margin by which the reward of the better answer is to exceed that of the worse one.",
     )
 
 
@@ -276,6 +294,16 @@ METHODS: Mapping[TrainingMethod, Method] = {
             row_noun="pairs",
             options=OrpoOptions,
             averages_tokens=True,
+        ),
+        Method(
+            name=TrainingMethod.simpo,
+            summary="pairs of a better and a worse answer",
+            objective="preference",
+            trainer="worker.training.methods.simpo:train",
+            formats=("preference",),
+            learning_rate=_PREFERENCE_RATE,
+            row_noun="pairs",
+            options=SimpoOptions,
         ),
         Method(
             name=TrainingMethod.reward,

@@ -14,6 +14,7 @@ from anneal.contracts.methods import (
     KtoOptions,
     OrpoOptions,
     RlhfOptions,
+    SimpoOptions,
     TrainingMethod,
     method_of,
 )
@@ -535,6 +536,9 @@ class TrainingConfig(Strict):
         default_factory=KtoOptions, description="Options of method `kto`."
     )
     orpo: Annotated[OrpoOptions, Traits()] = Field(default_factory=OrpoOptions, description="Options of method `orpo`.")
+    simpo: Annotated[SimpoOptions, Traits()] = Field(
+        default_factory=SimpoOptions, description="Options of method `simpo`."
+    )
     rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
         default_factory=RlhfOptions, description="Options of method `rlhf`."
     )

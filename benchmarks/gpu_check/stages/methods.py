@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("preference", {"method": "dpo"}),
     "kto": ("rated", {"method": "kto"}),
     "orpo": ("preference", {"method": "orpo"}),
+    "simpo": ("preference", {"method": "simpo"}),
     "reward": ("preference", {"method": "reward"}),
     "rlhf": ("prompt", {"method": "rlhf", "batch_size": 4, "gradient_accumulation_steps": 1,
                         "rlhf": {"num_generations": 4, "max_completion_length": 8, "rewards": [_LENGTH]}}),

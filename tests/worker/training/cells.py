@@ -37,6 +37,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"method": "dpo"},
     "kto": {"method": "kto"},
     "orpo": {"method": "orpo"},
+    "simpo": {"method": "simpo"},
     "reward": {"method": "reward"},
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},

@@ -36,7 +36,7 @@ Train = Callable[..., Outcome]
 METHODS = (
     "lora",
     "dpo",
-    *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "qlora", "kto", "orpo", "reward")),
+    *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "qlora", "kto", "orpo", "simpo", "reward")),
 )
 _TOLERANCE = 1e-5
 _COMMON: dict[str, Any] = {
@@ -64,7 +64,7 @@ def make_data(folder: Path, method: str, count: int) -> tuple[Path, str]:
     """Write rows for a method; return their file and its format."""
     make, data_format = {
         "dpo": (make_pairs, "preference"), "reward": (make_pairs, "preference"), "kto": (make_rated, "rated"),
-        "orpo": (make_pairs, "preference"),
+        "orpo": (make_pairs, "preference"), "simpo": (make_pairs, "preference"),
     }.get(method, (make_chat_dataset, "chat"))  # fmt: skip
     return make(folder / f"{method}-{count}.jsonl", count), data_format
 
@@ -137,7 +137,7 @@ def test_two_devices_train_as_one_with_twice_the_batch(train: Train, method: str
     ("method", "rest"),
     [
         pytest.param(method, rest, marks=() if (method, rest) == ("dpo", 3) else pytest.mark.full)
-        for method in ("qlora", "dpo", "kto", "orpo", "reward")
+        for method in ("qlora", "dpo", "kto", "orpo", "simpo", "reward")
         for rest in (1, 3, 5)
     ],
 )

@@ -54,7 +54,13 @@ def options(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "method",
-    ["qlora", *(pytest.param(one, marks=pytest.mark.full) for one in ("full", "lora", "dpo", "reward", "kto", "orpo"))],
+    [
+        "qlora",
+        *(
+            pytest.param(one, marks=pytest.mark.full)
+            for one in ("full", "lora", "dpo", "reward", "kto", "orpo", "simpo")
+        ),
+    ],
 )
 def test_a_divided_model_trains_and_generates_as_replicas_do(train: Train, method: str) -> None:  # noqa: F811
     """Also in the last step of an epoch, which has fewer rows, and with fewer batches to evaluate on one device."""

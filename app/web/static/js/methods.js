@@ -7,6 +7,7 @@ export const OBJECTIVES = [
   ['dpo', 'DPO', 'Preference pairs'],
   ['kto', 'KTO', 'Rated answers'],
   ['orpo', 'ORPO', 'Preference pairs, without a reference'],
+  ['simpo', 'SimPO', 'Preference pairs, by mean log-probability'],
   ['reward', 'Reward', 'Model that scores answers'],
   ['rlhf', 'RLHF', 'Rewards on own completions'],
 ];

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from worker.training.model import loader
@@ -36,7 +38,7 @@ from worker.training.model import loader
 TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig), "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig), "simpo": (CPOTrainer, partial(CPOConfig, loss_type="simpo", cpo_alpha=0.0)),
 }  # fmt: skip
 
 

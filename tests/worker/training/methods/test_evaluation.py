@@ -70,6 +70,7 @@ def main_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
         pytest.param("dpo", {"lora_r": None}, marks=pytest.mark.full),
         pytest.param("kto", {"lora_r": 4}, marks=pytest.mark.full),
         pytest.param("orpo", {"lora_r": 4}, marks=pytest.mark.full),
+        pytest.param("simpo", {"lora_r": 4}, marks=pytest.mark.full),
         pytest.param("reward", {"lora_r": 4}, marks=pytest.mark.full),
     ],
 )

@@ -70,8 +70,10 @@ def measured(outcome: Outcome, name: str) -> list[float]:
     return [record["extra"][name] for record in outcome.of("metric")]
 
 
-REFERENCE_FREE: dict[str, dict[str, Any]] = {"orpo": {"beta": 2.0}}
-REFERENCE_FREE_USUAL = [("orpo", "qlora")]
+REFERENCE_FREE: dict[str, dict[str, Any]] = {
+    "orpo": {"beta": 2.0}, "simpo": {"beta": 2.0, "gamma": 0.7},
+}  # fmt: skip
+REFERENCE_FREE_USUAL = [("orpo", "qlora"), ("simpo", "lora")]
 RLHF_USUAL = [("full", "grpo"), ("8bit", "rloo")]
 
 
@@ -258,7 +260,14 @@ class TestParity:
         )  # fmt: skip
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-6)
 
-    @every_pair("method", list(REFERENCE_FREE), usual=("full", "orpo"))
+    @pytest.mark.parametrize(
+        ("adapter", "method"),
+        [
+            pytest.param(adapter, method, marks=[] if adapter == "full" else pytest.mark.full)
+            for adapter in ("full", "lora", "qlora")
+            for method in REFERENCE_FREE
+        ],
+    )
     def test_losses_of_methods_without_a_reference_equal_plain_trls(
         self, adapter: str, method: str, ours: dict[str, Any], forks: Forks, pairs: Path, tmp_path: Path
     ) -> None:
@@ -267,6 +276,8 @@ class TestParity:
         options = REFERENCE_FREE[method]
         config = ours | {method: options, "max_seq_length": 48}
         job = make_job(tmp_path, model, pairs, data_format="preference", method=method, **config)
+        if method == "simpo":
+            options = {"beta": options["beta"], "simpo_gamma": options["gamma"]}
         theirs = plain(method, model, pairs, tmp_path / "plain", adapter, max_length=48, **options)
         assert losses(forks.run(job)) == pytest.approx(theirs, rel=1e-5)
 

@@ -107,6 +107,7 @@ METHODS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "dpo": ({"method": "dpo"}, make_pairs, "preference"),
     "kto": ({"method": "kto"}, make_rated, "rated"),
     "orpo": ({"method": "orpo"}, make_pairs, "preference"),
+    "simpo": ({"method": "simpo"}, make_pairs, "preference"),
     "reward": ({"method": "reward"}, make_pairs, "preference"),
 }
 

@@ -65,7 +65,8 @@ class TestData:
         ("method", "formats"),
         [
             ("qlora", {"chat", "prompt_completion", "text", "tokenized"}), ("dpo", {"preference"}),
-            ("kto", {"rated"}), ("orpo", {"preference"}), ("reward", {"preference"}), ("rlhf", {"prompt"}),
+            ("kto", {"rated"}), ("orpo", {"preference"}), ("simpo", {"preference"}),
+            ("reward", {"preference"}), ("rlhf", {"prompt"}),
         ],
     )  # fmt: skip
     def test_each_method_takes_its_own_formats_to_train_and_to_evaluate(
