@@ -85,6 +85,26 @@ function createUnreachableError(method) {
 export const get = (path, query, signal) => sendRequest('GET', path, { query, signal });
 
 /**
+ * Read a part of a file; shorter at its end, and empty after it.
+ * @param {string} path
+ * @param {number} start
+ * @param {number} size
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<Uint8Array>}
+ */
+export async function getBytes(path, start, size, signal) {
+  const headers = { Range: `bytes=${start}-${start + size - 1}` };
+  const response = await fetchResponse('GET', path, { signal, headers });
+  if (response.status === 416) return new Uint8Array();
+  if (!response.ok) throw await readError(response, path);
+  try {
+    return new Uint8Array(await response.arrayBuffer());
+  } catch (error) {
+    throw signal?.aborted ? error : createUnreachableError('GET');
+  }
+}
+
+/**
  * @param {string} path
  * @param {unknown} [body]
  * @param {Record<string, string>} [headers]

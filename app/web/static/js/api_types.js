@@ -41,7 +41,7 @@
  * @property {string} id
  * @property {string} name
  * @property {RunStatus} status
- * @property {'train' | 'evaluate' | 'export'} task
+ * @property {'train' | 'evaluate' | 'export' | 'predict'} task
  * @property {string[]} tags
  * @property {boolean} pinned
  * @property {string} backend
@@ -85,7 +85,7 @@
  * @property {string} id
  * @property {string} name
  * @property {RunStatus} status
- * @property {'train' | 'evaluate' | 'export'} task
+ * @property {'train' | 'evaluate' | 'export' | 'predict'} task
  * @property {string} method
  * @property {string} base_model
  * @property {string} experiment_id

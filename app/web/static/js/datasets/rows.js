@@ -88,7 +88,7 @@ export function Row({ row }) {
 }
 
 /** @param {{ value: any, role: string }} props A text, or a list of messages. */
-const Cell = ({ value, role }) =>
+export const Cell = ({ value, role }) =>
   Array.isArray(value)
     ? html`<${Conversation} messages=${value} />`
     : html`<div class=${role === 'prompt' ? 'bubble u' : 'bubble'}>${value == null ? '–' : String(value)}</div>`;

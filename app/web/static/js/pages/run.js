@@ -7,6 +7,7 @@ import * as format from '../format.js';
 import { isRewarded } from '../methods.js';
 import { path, query } from '../router.js';
 import { RunStore } from '../run_store.js';
+import { Answers } from '../run/answers.js';
 import { Charts } from '../run/charts.js';
 import { Checkpoints } from '../run/checkpoints.js';
 import { Configuration } from '../run/configuration.js';
@@ -54,7 +55,7 @@ function RunView({ store }) {
     ['overview', 'Overview', null],
     ['log', 'Log', null],
     ['checkpoints', 'Checkpoints', store.checkpoints.value?.length],
-    ['samples', 'Samples', store.samples.length || null],
+    run.task === 'predict' ? ['answers', 'Answers', null] : ['samples', 'Samples', store.samples.length || null],
     ['configuration', 'Configuration', null],
     ['files', 'Files', null],
     [
@@ -98,6 +99,7 @@ function RunView({ store }) {
     ${tab === 'overview' && html`<${Overview} store=${store} />`}
     ${tab === 'log' && html`<${Log} store=${store} height="max(320px, calc(100vh - 400px))" />`}
     ${tab === 'checkpoints' && html`<${Checkpoints} store=${store} />`}
+    ${tab === 'answers' && html`<${Answers} store=${store} />`}
     ${tab === 'samples' && html`<${Samples} store=${store} />`}
     ${tab === 'configuration' && html`<${Configuration} store=${store} />`}
     ${tab === 'files' && html`<${Files} store=${store} />`}

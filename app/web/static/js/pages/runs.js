@@ -38,6 +38,7 @@ const SORTS = [
 const TASKS = /** @type {[string, string][]} */ ([
   ['train', 'Training'],
   ['evaluate', 'Evaluations'],
+  ['predict', 'Predictions'],
   ['export', 'Exports'],
   ['all', 'All'],
 ]);
@@ -160,6 +161,10 @@ function NoRuns({ task, isFiltered }) {
   if (task === 'evaluate')
     return html`<${Empty} title="There are no evaluations yet.">
       <p class="muted"><code>anneal eval MODEL DATASET</code> measures a model on held-out data, without training.</p>
+    <//>`;
+  if (task === 'predict')
+    return html`<${Empty} title="There are no predictions yet.">
+      <p class="muted"><code>anneal predict MODEL DATASET</code> answers the rows of a dataset and scores them.</p>
     <//>`;
   if (task === 'export')
     return html`<${Empty} title="There are no exports yet.">

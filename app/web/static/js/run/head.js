@@ -8,6 +8,7 @@ import { Icon } from '../components/icon.js';
 import { Prose } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useResource } from '../resource.js';
+import { useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 import { ActionDialog } from './actions.js';
 import { describeResources } from './resources.js';
@@ -90,7 +91,7 @@ function StopOrResume({ store }) {
         ${failure}
       `;
     }
-    if (run.status === 'pending')
+    if (run.status === 'pending' || run.task !== 'train')
       return html`
         <button type="button" class="btn" disabled=${action.busy} onClick=${() => stopRun('checkpoint')}>
           <${Icon} name="stop" />
@@ -128,6 +129,8 @@ function StopOrResume({ store }) {
       ${failure}
     `;
   }
+  if (run.task === 'predict' && run.status !== 'completed' && newest)
+    return html`<${ResumePrediction} run=${run} checkpoint=${newest} />`;
   if (run.task !== 'train') return failure;
   return html`
     <${Menu}
@@ -153,6 +156,29 @@ function StopOrResume({ store }) {
       onClose=${() => setResumed(null)}
     />`}
     ${failure}
+  `;
+}
+
+/** @param {{ run: api.Run, checkpoint: api.Checkpoint }} props */
+function ResumePrediction({ run, checkpoint }) {
+  const action = useAction();
+  const navigate = useNavigation();
+  const resume = async () => {
+    const resumed = await post(`/v1/runs/${run.id}/resume`, { checkpoint_id: checkpoint.id });
+    navigate(`/runs/${resumed.id}`);
+  };
+  return html`
+    <button
+      type="button"
+      class="btn primary"
+      disabled=${action.busy}
+      title=${`From row ${format.integer(checkpoint.step)}, as a new run.`}
+      onClick=${() => action.run(resume)}
+    >
+      <${Icon} name="play" />
+      Resume
+    </button>
+    ${action.error && html`<${ErrorDialog} error=${action.error} onClose=${action.clear} />`}
   `;
 }
 
