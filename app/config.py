@@ -116,7 +116,7 @@ class Settings(HomeSettings):
     mlflow_tracking_uri: str | None = None
     """URL of the MLflow server for runs with `report_to: ["mlflow"]` (`http(s)://…`); its token is set as a secret."""
     gpu_hour_price: float | None = Field(default=None, ge=0)
-    """Price of a GPU hour, for the cost in estimates; unset: estimates have no cost."""
+    """Price of a GPU hour, for the cost in estimates and usage; unset: they have no cost."""
     gpu_hour_prices: str = ""
     """Prices of an hour of single GPUs, comma-separated, such as `H100=2.9, A100 80GB=1.6`, before `gpu_hour_price`."""
     price_currency: str = Field(default="EUR", min_length=1, max_length=10)
@@ -181,6 +181,11 @@ class Settings(HomeSettings):
     def prices_by_gpu(self) -> dict[str, float]:
         """Prices of an hour by name of the GPU (`anneal.contracts.gpus`)."""
         return _parse_prices(self.gpu_hour_prices)
+
+    def gpu_price(self, name: str | None) -> float | None:
+        """Return the price of an hour of the GPU that a driver names so; None: it has none."""
+        gpu = find_gpu(name)
+        return self.gpu_hour_price if gpu is None else self.prices_by_gpu.get(gpu.name, self.gpu_hour_price)
 
     @field_validator("worker_labels")
     @classmethod

@@ -34,6 +34,7 @@ import app.runs.state.actions.endpoints
 import app.runs.state.artifacts.endpoints
 import app.runs.state.checkpoints.endpoints
 import app.secrets.endpoints
+import app.usage.endpoints
 import app.web.endpoints
 import app.webhooks.endpoints
 import app.workers.endpoints
@@ -129,6 +130,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.backends.endpoints,
         app.workers.endpoints,
         app.runs.queue.pause.endpoints,
+        app.usage.endpoints,
         app.models.endpoints,
         app.api_keys.endpoints,
         app.api_keys.sessions,

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from datetime import date
 
 from anneal.client.api_resource import ApiResource, without_none
 from anneal.client.sync_async import M, call, stream
@@ -10,6 +11,7 @@ from anneal.contracts.schemas.health import Ready
 from anneal.contracts.schemas.models import ModelRead
 from anneal.contracts.schemas.page import Page
 from anneal.contracts.schemas.runs.queue import QueueRead
+from anneal.contracts.schemas.runs.usage import UsageBy, UsageRead
 from anneal.contracts.schemas.workers import WorkerRead
 
 
@@ -20,6 +22,18 @@ class Service(ApiResource[M]):
     async def ready(self) -> Ready:
         """Return the version and readiness; raises `AnnealError` `not_ready` that names what is missing."""
         return await self._session.get(Ready, f"{self._session.transport.url}/readyz")
+
+    @call
+    async def usage(
+        self, *, by: UsageBy = "month", since: date | str | None = None, until: date | str | None = None
+    ) -> UsageRead:
+        """Return device-hours, tokens and cost by key, experiment, month, model or method.
+
+        `since` is the first day and `until` the day after the last one, in UTC; without them it is that of twelve
+        months, the present one included. Deleted runs count too.
+        """
+        query = {"by": by, "from": since, "to": until}
+        return await self._session.get(UsageRead, "/usage", **query)
 
     @call
     async def sign_in_link(self) -> LinkRead:

@@ -32,7 +32,11 @@ NOUNS = {
 """Groups of commands that call the HTTP API, with their modules, which are imported only when a command needs them."""
 
 
-VERBS = {"eval": "app.cli.runs.evaluate:evaluation", "predict": "app.cli.runs.evaluate:prediction"}
+VERBS = {
+    "eval": "app.cli.runs.evaluate:evaluation",
+    "predict": "app.cli.runs.evaluate:prediction",
+    "usage": "app.cli.usage:commands",
+}
 """Single commands that call the HTTP API, as `module:application`, imported in the same way."""
 
 _DELETING = {"prune", "delete"}

@@ -19,6 +19,7 @@ def all_models() -> MetaData:
     import app.tables.parts
     import app.tables.runs
     import app.tables.scheduling
+    import app.tables.usage
     import app.tables.webhooks
     import app.tables.workers  # noqa: F401
 

@@ -258,9 +258,11 @@ class Attempt(Base):
     attempt: Mapped[int] = mapped_column(primary_key=True)
     lease_epoch: Mapped[int]
     worker_id: Mapped[str]
+    device: Mapped[str | None]
+    """Model of its devices, `cpu` for CPUs."""
     start_step: Mapped[int | None]
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    ended_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None] = mapped_column(index=True)
     outcome: Mapped[str | None]
     """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried, repaired."""
     report: Mapped[dict[str, Any] | None]

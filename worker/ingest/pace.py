@@ -63,8 +63,8 @@ class AttemptTimer:
         """Set the total number of steps: initially, and again when the run is extended."""
         self._timings = replace(self._timings, total_steps=steps)
 
-    def record_step(self, step: int) -> None:
-        """Record that a metric reports this step as done."""
+    def record_step(self, step: int, tokens: float = 0.0) -> None:
+        """Record that a metric reports this step as done, with so many tokens since the last metric."""
         self._add_elapsed()
         steps, seconds = step - self._timings.step, self._seconds_in["training"] - self._timings.training
         if not self.training_started or steps <= 0:
@@ -74,6 +74,7 @@ class AttemptTimer:
         self._timings = replace(
             self._timings,
             step=step,
+            tokens=self._timings.tokens + tokens,
             training=self._seconds_in["training"],
             step_seconds=durations.step_seconds(list(self._windows)),
             evaluations=self._counts["evaluating"],

@@ -59,7 +59,8 @@ def _chosen_devices(assignment: Assignment, epoch: int, fleet: Fleet) -> dict[st
         for part, (worker_id, positions) in enumerate(assignment.devices.items())
         for position in sorted(positions)
     ]
-    return machine.chosen_devices(assignment.run.run_id, epoch, chosen)
+    lead = next(iter(assignment.devices))
+    return machine.chosen_devices(assignment.run.run_id, epoch, offers[lead].model, chosen)
 
 
 class _Choice:

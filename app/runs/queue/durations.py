@@ -36,6 +36,8 @@ class Timings:
     total_steps: int | None = None
     start_step: int = 0
     step: int = 0
+    tokens: float = 0.0
+    """Tokens that it has trained, as far as its trainer reports them."""
     loading: float | None = None
     """From the claim to the first step."""
     training: float = 0.0

@@ -16,6 +16,7 @@ from app.runs.state.checkpoints import uploads
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import FeedEvent, QueuedFeedEvent, RunEvent
 from app.tables.runs import MetricRollup, Run, RunDeletion, RunRewardModel
+from app.tables.usage import DeletedAttempt, select_attempts
 from app.webhooks.outbox import ENQUEUE_DELETED
 
 log = logging.getLogger(__name__)
@@ -73,10 +74,16 @@ async def first_few(session: AsyncSession, ids: Select[str]) -> str:
 
 
 async def delete_rows(session: AsyncSession, runs: Select[str]) -> None:
-    """Delete the rows of `runs`, and record that the rest must follow. The caller has checked and locked them."""
+    """Delete the rows of `runs`, but for what usage counts, and record that the rest must follow.
+
+    The caller has checked and locked them.
+    """
     noted = insert(RunDeletion).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
     await session.execute(text(ENQUEUE_DELETED))
+    # Usage counts them from now on by these rows.
+    used = select_attempts().where(Run.id.in_(runs))
+    await session.execute(insert(DeletedAttempt).from_select([*DeletedAttempt.__table__.columns.keys()], used))
     # Before the runs: of two that are deleted together, one may be the reward model of the other.
     await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))

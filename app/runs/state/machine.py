@@ -149,13 +149,16 @@ def claim(worker_id: str, lease_seconds: float) -> Executable:
     return select(moved, own, members, extra_eval_datasets(moved)).add_cte(*parts)
 
 
-def chosen_devices(run_id: str, lease_epoch: int, devices: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
+def chosen_devices(
+    run_id: str, lease_epoch: int, model: str, devices: Sequence[tuple[int, str, int]]
+) -> dict[str, Any]:
     """Return the parameters of `claim`: of each device the part of the run that it trains, its worker and its index."""
     parts, workers, indexes = (list(values) for values in zip(*devices, strict=True))
     # Names of columns would also set these, in each UPDATE of the statement.
     return {
         "claimed_run": run_id,
         "claimed_epoch": lease_epoch,
+        "claimed_device": model,
         "claimed_parts": parts,
         "claimed_workers": workers,
         "claimed_indexes": indexes,

@@ -9,7 +9,9 @@ from sqlalchemy import (
     ColumnElement,
     Executable,
     Integer,
+    Text,
     and_,
+    bindparam,
     case,
     cast,
     exists,
@@ -121,8 +123,8 @@ def claimed(picked: CTE, worker_id: str, lease_seconds: float) -> tuple[CTE, lis
     opened = (
         insert(attempts)
         .from_select(
-            ["run_id", "attempt", "lease_epoch", "worker_id"],
-            select(row.id, row.attempt, row.lease_epoch, literal(worker_id)),
+            ["run_id", "attempt", "lease_epoch", "worker_id", "device"],
+            select(row.id, row.attempt, row.lease_epoch, literal(worker_id), bindparam("claimed_device", type_=Text)),
         )
         .returning(attempts.c.attempt)
         .cte("opened")

@@ -376,7 +376,7 @@ class TestHostileArchive:
 
 def test_every_table_of_runs_is_in_the_archive_or_belongs_to_the_service_alone() -> None:
     own = {
-        "devices", "event_feed", "event_feed_queue", "ray_jobs", "replica_deletions",
+        "deleted_attempts", "devices", "event_feed", "event_feed_queue", "ray_jobs", "replica_deletions",
         "run_deletions", "run_parts", "tokens", "webhook_deliveries",
     }  # fmt: skip
     of_runs = {name for name, table in all_models().tables.items() if "run_id" in table.columns or name == "runs"}

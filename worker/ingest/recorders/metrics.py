@@ -90,7 +90,7 @@ class MetricRecorder:
                 del self._bests[1:-1:2]  # a checkpoint may then have the best loss of an earlier step
         self.set_progress(step, float(record.get("epoch") or 0))
         self._sink.enqueue_item(event)
-        self.timer.record_step(step)
+        self.timer.record_step(step, _new_tokens(record.get("extra")))
         self.store_timings(is_due=self.timer.is_due)
 
     def record_evaluation(self, record: dict[str, Any], ts: float) -> None:
@@ -135,3 +135,12 @@ def checked_count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_STEPS:
         raise ValueError(f"`{name}` must be a whole number from 0 to {_MAX_STEPS:,}")
     return value
+
+
+def _new_tokens(extra: Any) -> float:
+    """Return the tokens of a metric, from its rates and times; 0.0 if the trainer does not report them."""
+    try:
+        tokens = float(extra["tokens_per_second"] * (extra["step_seconds"] + extra["data_seconds"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return 0.0
+    return tokens if 0 <= tokens < math.inf else 0.0

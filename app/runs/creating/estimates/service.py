@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from anneal.contracts.gpus import find_gpu
 from anneal.contracts.schemas.estimates import Cost, RunEstimate
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.resolution import resolve_config
@@ -177,8 +176,7 @@ def _time_fields(
 ) -> dict[str, Any]:
     """Return the duration, and what follows from it; the cost is that of all devices."""
     cost = None
-    gpu = find_gpu(estimate.device.name)
-    price = settings.gpu_hour_price if gpu is None else settings.prices_by_gpu.get(gpu.name, settings.gpu_hour_price)
+    price = settings.gpu_price(estimate.device.name)
     if price is not None and estimate.device.kind == "cuda":
         amount = round(took.seconds * devices / 3600 * price, 4)
         cost = Cost(amount=amount, currency=settings.price_currency)

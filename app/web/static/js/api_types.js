@@ -33,6 +33,15 @@
  */
 
 /** @typedef {{ paused_at: string, paused_by: string, reason: string | null }} Pause */
+/**
+ * Usage of devices by a key.
+ * @typedef {object} UsageRow
+ * @property {string | null} group Id of the key.
+ * @property {string | null} name
+ * @property {number} device_hours
+ * @property {{ amount: number, currency: string } | null} cost
+ */
+
 /** @typedef {{ start_at: string | null, finish_at: string | null, confidence: string, basis: string }} Prediction */
 
 /**

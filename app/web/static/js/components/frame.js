@@ -65,10 +65,7 @@ export function Frame({ icon, children }) {
       </a>`}
       <${Account} />
     </header>
-    <main class="page" id="main" tabindex="-1">
-      ${session.value && html`<${PausedQueue} />`}
-      ${children}
-    </main>
+    <main class="page" id="main" tabindex="-1">${session.value && html`<${PausedQueue} />`}${children}</main>
   `;
 }
 

@@ -12,6 +12,7 @@ import { useNow, useResource } from '../resource.js';
 export const title = 'Workers';
 
 const EVERY_MS = 5000;
+const USAGE_EVERY_MS = 60_000;
 
 export default function Workers() {
   const workers = useResource((signal) => get('/v1/workers', { limit: 200 }, signal), 'workers', { everyMs: EVERY_MS });
@@ -51,7 +52,36 @@ export default function Workers() {
         </div>`;
       }}
     <//>
+    <${UsageOfMonth} />
   `;
+}
+
+/** Device-hours of the present month by key. */
+function UsageOfMonth() {
+  const firstDay = `${new Date().toISOString().slice(0, 7)}-01`;
+  const usage = useResource((signal) => get('/v1/usage', { by: 'key', from: firstDay }, signal), firstDay, {
+    everyMs: USAGE_EVERY_MS,
+  });
+  /** @type {api.UsageRow[]} */
+  const rows = usage.data?.data ?? [];
+  if (rows.length === 0) return null;
+  return html`<section class="box" aria-label="Usage of this month">
+    <header><h2>Usage of this month</h2></header>
+    <table class="table">
+      <thead>
+        <tr><th>Key</th><th class="right">Device-hours</th><th class="right">Cost</th></tr>
+      </thead>
+      <tbody>
+        ${rows.map(
+          (row) => html`<tr key=${row.group}>
+            <td class="clip">${row.name ?? row.group ?? 'The service'}</td>
+            <td class="right num">${row.device_hours.toFixed(2)}</td>
+            <td class="right num">${row.cost ? `${row.cost.amount.toFixed(2)} ${row.cost.currency}` : '–'}</td>
+          </tr>`,
+        )}
+      </tbody>
+    </table>
+  </section>`;
 }
 
 /** @param {api.Worker[]} workers @param {number} pending */
