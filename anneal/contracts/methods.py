@@ -398,3 +398,17 @@ def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
     for at, reward in enumerate(listed if isinstance(listed, list) else ()):
         if isinstance(reward, Mapping):
             yield f"{group}.rewards.{at}", reward
+
+
+ModelRole = Literal["reward", "teacher"]
+"""What a run does with a model that its options name: it scores completions, or its probabilities are learned."""
+
+
+def models_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str, ModelRole]]:
+    """Yield field, name and role of each model that the options in a raw or stored configuration name."""
+    for field, reward in rewards_of(config):
+        if reward.get("type") == "model" and isinstance(reward.get("model"), str):
+            yield f"{field}.model", reward["model"], "reward"
+    teacher = options_of(config).get("teacher")
+    if isinstance(teacher, str) and predict_options(config) is None:
+        yield f"{method_of(config).name}.teacher", teacher, "teacher"

@@ -134,15 +134,38 @@ def tokenizer_conflict(tokenizer: ModelFolder, model: ModelFolder) -> str | None
     )
 
 
-def _highest_token(folder: ModelFolder) -> int | None:
-    """Return the highest id in a `tokenizer.json`; None if it cannot be read, or if there is none."""
+def teacher_conflict(teacher: ModelFolder, model: ModelFolder) -> str | None:
+    """Return why the probabilities of a teacher are not those of the model's tokens, as far as their files say."""
+    own, other = _vocabulary(model), _vocabulary(teacher)
+    if own is None or other is None:
+        return None
+    different = [token for token, number in own.items() if other.get(token) != number]
+    if not different:
+        return None
+    return (
+        f"{len(different)} of the {len(own)} tokens of the base model are not in it, or have other ids, such as "
+        f"{different[0][:40]!r}"
+    )
+
+
+def _vocabulary(folder: ModelFolder) -> dict[str, int] | None:
+    """Return the ids in a `tokenizer.json` by token; None if it cannot be read, or if there is none."""
     try:
         content = json.loads(folder.read_file("tokenizer.json", _MAX_TOKENIZER_BYTES))
         vocabulary, added = content["model"]["vocab"], content.get("added_tokens") or ()
-        # A mapping of ids, or of a Unigram model a list by id.
-        highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-        return max([int(highest), *(int(token["id"]) for token in added)])
+        if not isinstance(vocabulary, dict):  # of a Unigram model: pairs of a token and its score
+            vocabulary = {str(token): number for number, (token, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{str(token["content"]): int(token["id"]) for token in added}}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _highest_token(folder: ModelFolder) -> int | None:
+    """Return the highest id in a `tokenizer.json`; None if it cannot be read, or if there is none."""
+    vocabulary = _vocabulary(folder)
+    try:
+        return None if vocabulary is None else max(int(number) for number in vocabulary.values())
+    except (ValueError, TypeError, OverflowError):  # no tokens, or ids that are no numbers
         return None
 
 

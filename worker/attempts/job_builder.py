@@ -232,7 +232,7 @@ def read_secrets(context: WorkerContext, connection: Connection, job: JobSpec) -
     """Return the secrets that a job needs and that are set, by the environment variable that libraries read."""
     variables: dict[str, str] = {}
     config: Mapping[str, Any] = job.config
-    models = [job.base_model, *job.reward_models, *([job.tokenizer] if job.tokenizer else [])]
+    models = [*job.models, *([job.tokenizer] if job.tokenizer else [])]
     # An adapter names its own base model, which may be on the hub.
     is_on_hub = (it.hub or (it.path and (it.path / "adapter_config.json").is_file()) for it in models)
     if context.settings.allow_hub and (config.get("push_to_hub") or any(is_on_hub)):

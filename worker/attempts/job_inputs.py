@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from sqlalchemy import Connection, Executable, and_, select
 
 from anneal.contracts.attempt.job import EXPORT, MERGED_BASE, DataSource, ModelSource, TrainedWeights
-from anneal.contracts.methods import rewards_of
+from anneal.contracts.methods import models_of
 from anneal.contracts.run_task import RunTask
 from app.base_models import resolver
 from app.base_models.model_folder import ModelFolder
@@ -37,6 +37,7 @@ class ModelFields(TypedDict):
     base_model: ModelSource
     tokenizer: ModelSource | None
     reward_models: list[ModelSource]
+    teacher: ModelSource | None
 
 
 class JobInputs:
@@ -72,17 +73,16 @@ class JobInputs:
         }
 
     def fetch_models(self) -> ModelFields:
-        """Fetch the base model and the reward models, if they are outputs; return the fields of the job that name them.
+        """Fetch the models of the run, if they are outputs; return the fields of the job that name them.
 
         The reward models are those of the rewards of type `model`, in the order of these rewards. The tokenizer is
         that of another model; None if the run uses that of its base model.
         """
         run = self.run
-        rewards = [reward["model"] for _, reward in rewards_of(run.config) if reward["type"] == "model"]
-        if run.task == RunTask.export:
-            rewards = []
+        of_options = [] if run.task == RunTask.export else list(models_of(run.config))
+        rewards, teachers = ([name for _, name, it in of_options if it == role] for role in ("reward", "teacher"))
         if self._copy is not None and run.backend != "fake":
-            for name in (run.config["base_model"], *rewards):
+            for name in (run.config["base_model"], *rewards, *teachers):
                 self.fetch_output(name)
         tokenizer = None
         if (other := run.config.get("tokenizer")) is not None and run.backend != "fake":
@@ -93,6 +93,7 @@ class JobInputs:
                 "base_model": self._locate_model(connection, run.config["base_model"], run.config.get("revision")),
                 "tokenizer": tokenizer,
                 "reward_models": [self._locate_model(connection, name) for name in rewards],
+                "teacher": self._locate_model(connection, teachers[0]) if teachers else None,
             }
 
     def fetch_output(self, name: str) -> None:

@@ -378,7 +378,7 @@ def _part_activity(processes: TrainingGroup, handler: RecordHandler) -> PartActi
 
 def _job_paths(job: JobSpec) -> Iterator[Path]:
     yield from (source.path for source in job.datasets)
-    yield from (model.path for model in (job.base_model, *job.reward_models) if model.path is not None)
+    yield from (model.path for model in job.models if model.path is not None)
 
 
 def _rank_zero_unreachable(meeting: str | None) -> str:

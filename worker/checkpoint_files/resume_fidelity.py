@@ -37,6 +37,7 @@ _MESSAGES = {
     "tokenizer": "The tokenizer differs from that of the checkpoint.",
     "dataset": "The dataset differs from that of the checkpoint.",
     "reward_models": "A reward model differs from that of the checkpoint.",
+    "teacher": "The teacher differs from that of the checkpoint.",
     "eval_dataset": "The evaluation dataset differs from that of the checkpoint.",
 }
 _SUBJECTS = {

@@ -120,6 +120,8 @@ class JobSpec(_Part):
     """Model whose tokenizer is used; None: the base model."""
     reward_models: list[ModelSource] = Field(default_factory=list)
     """Models of the rewards of type `model`, in the order of these rewards."""
+    teacher: ModelSource | None = None
+    """Model whose next-token probabilities are learned."""
     attempt_dir: Path
     """Folder for the attempt's checkpoints and output."""
     journal: Path | None = None
@@ -156,6 +158,11 @@ class JobSpec(_Part):
     def datasets(self) -> list[DataSource]:
         """All datasets that the run trains or evaluates on."""
         return [self.dataset, *([self.eval_dataset] if self.eval_dataset else []), *self.extra_eval_datasets.values()]
+
+    @property
+    def models(self) -> list[ModelSource]:
+        """All models whose weights the run loads."""
+        return [self.base_model, *self.reward_models, *([self.teacher] if self.teacher else [])]
 
     def to_json(self) -> str:
         """Encode the job; inverse of `from_file`."""

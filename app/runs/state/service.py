@@ -8,7 +8,7 @@ from sqlalchemy import literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.attempt.run_facts import invalid_facts
-from anneal.contracts.methods import rewards_of
+from anneal.contracts.methods import models_of
 from anneal.contracts.run_status import TERMINAL
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.schemas.runs.requests import RunEdit
@@ -29,8 +29,8 @@ async def get_run(session: AsyncSession, run_id: str) -> Run:
 
 
 async def reward_run_ids(session: AsyncSession, run: Run) -> Sequence[str]:
-    """Return other runs whose outputs are reward models of the run, oldest first."""
-    if not any(rewards_of(run.config)):
+    """Return other runs whose outputs are reward models or the teacher of the run, oldest first."""
+    if not any(models_of(run.config)):
         return []
     query = select(RunRewardModel.reward_run_id).where(RunRewardModel.run_id == run.id)
     return (await session.scalars(query.order_by(RunRewardModel.reward_run_id))).all()

@@ -81,7 +81,8 @@ def generate_texts(
     texts: list[str] = []
     with (
         run.stopping_together(run.is_sharded),
-        _evaluation_mode(model),
+        preserve_rng(),
+        evaluation_mode(model),
         torch.no_grad(),
         trainer.accelerator.autocast(),
     ):
@@ -141,13 +142,12 @@ def _render_prompt(tokenizer: Any, prompt: Prompt) -> str:
 
 
 @contextmanager
-def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Switch to evaluation mode, and restore every mode and every random number generator on exit."""
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and restore the mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        with preserve_rng():
-            model.eval()
-            yield
+        model.eval()
+        yield
     finally:
         for module, was in modes:
             module.training = was

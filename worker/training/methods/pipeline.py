@@ -369,6 +369,7 @@ def _build_fingerprint(trainer: ServiceTrainerMixin, base: BaseModelSource, fact
         "dataset": run.job.dataset.sha256,
         "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),
+        "teacher": preparation.teacher_identity(run),
         resume_fidelity.BATCH_SIZE: run.config.batch_size,
         resume_fidelity.ATTENTION: facts["attention"],
         resume_fidelity.PADDING_FREE: run.config.trainer_options.padding_free,

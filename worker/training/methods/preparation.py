@@ -197,13 +197,20 @@ def _compare_models(run: TrainingContext, base: BaseModelSource, tokenizer: PreT
     Raises:
         TrainingFailure: `config_error` that names the ranks and what each has found.
     """
-    rewards = [base_model.find_reward_model(run.job, one).identity for one in run.job.reward_models]
+    rewards = [base_model.find_other_model(run.job, one, "reward model").identity for one in run.job.reward_models]
     digests = {
         "base models": base.identity,
         "tokenizers": tokenizer_digest(tokenizer, is_dated=False),
         "reward models": ", ".join(rewards),
+        "teachers": teacher_identity(run) or "",
     }
     run.ranks.check_same(digests, "Give every host the same files of these, and resume the run.")
+
+
+def teacher_identity(run: TrainingContext) -> str | None:
+    """Return the fingerprint of the teacher's weights; None if the run has no teacher."""
+    teacher = run.job.teacher
+    return None if teacher is None else base_model.find_other_model(run.job, teacher, "teacher").identity
 
 
 def _check_optimizer(config: TrainingConfig) -> None:

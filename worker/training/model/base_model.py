@@ -106,8 +106,8 @@ def is_folder_of_weights(named: ModelSource) -> bool:
     return named.path is not None and not (named.path / ADAPTER_CONFIG).is_file()
 
 
-def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
-    """Locate a reward model and pin its identity.
+def find_other_model(job: JobSpec, named: ModelSource, what: str) -> BaseModelSource:
+    """Locate a model that the options of the method name, such as a `reward model`, and pin its identity.
 
     Raises:
         TrainingFailure: `model_not_found` or `config_error`.
@@ -116,7 +116,7 @@ def find_reward_model(job: JobSpec, named: ModelSource) -> BaseModelSource:
         return _pin_revision(named.name, named.hub or named.name, _load_options(job), named.revision)
     folder = named.path
     if not folder.is_dir():
-        raise TrainingFailure("model_not_found", f"The reward model {named.name} no longer exists.")
+        raise TrainingFailure("model_not_found", f"The {what} {named.name} no longer exists.")
     if (folder / ADAPTER_CONFIG).is_file():
         return _adapter_base(folder, named, _load_options(job))
     return _pin_revision(named.name, str(folder), _load_options(job), None)

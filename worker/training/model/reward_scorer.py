@@ -35,7 +35,7 @@ class RewardScorer:
         self.__name__ = name
         self._run, self._alive = run, run.report.alive
         self._named = named.name
-        base = base_model.find_reward_model(run.job, named)
+        base = base_model.find_other_model(run.job, named, "reward model")
         self.identity = base.identity
         """Fingerprint of the weights."""
         self._tokenizer = base_model.load_tokenizer(base)

@@ -17,18 +17,14 @@ from worker.training.failures import TrainingFailure
 GROUP = "anneal.metrics"
 
 
-_UPDATES = {
-    "supervised": "update",
-    "preference": "update",
-    "reward": "update_scores",
-    "rl": "update_completions",
-}
-"""Method that adds a batch, by the objective of the training method."""
+_LOGITS = "update"
+_UPDATES = {"reward": "update_scores", "rl": "update_completions"}
+"""Method that adds a batch, by the objective of the training method; of others it is `_LOGITS`."""
 
 
 def are_given_logits(method: Method) -> bool:
     """Return True if metric functions get the logits of each batch, which are too large to keep or to send."""
-    return _UPDATES[method.objective] == "update"
+    return method.objective not in _UPDATES
 
 
 class MetricFunction(Protocol):
@@ -72,7 +68,7 @@ def load_factories(names: Sequence[str], method: Method) -> Factories:
         except Exception as error:  # third-party code can raise anything
             raise _function_error(name, f"cannot be imported: {error!r}") from error
         function = create_metric_function(factories, name)
-        update = _UPDATES[method.objective]
+        update = _UPDATES.get(method.objective, _LOGITS)
         if not callable(getattr(function, update, None)):
             raise _function_error(
                 name,

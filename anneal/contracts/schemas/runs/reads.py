@@ -180,7 +180,9 @@ class RunFull(RunSummary, TrainingRun):
     effective_config: dict[str, Any] | None = Field(description="Configuration that the trainer reported at its start.")
     max_restarts: int
     resume_checkpoint_id: str | None
-    reward_run_ids: list[str] = Field(description="Runs whose outputs are its reward models, oldest first.")
+    reward_run_ids: list[str] = Field(
+        description="Runs whose outputs are its reward models or its teacher, oldest first."
+    )
     resources: Resources = Field(
         description="Resources that the request asked for, with the number of devices that `all` stands for."
     )

@@ -1,8 +1,8 @@
-"""Validation of base models and reward models."""
+"""Validation of the models that a configuration names: the base model, reward models, a teacher."""
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.backends import BackendRules
 from anneal.contracts.errors import FieldError
-from anneal.contracts.methods import method_of, rewards_of
+from anneal.contracts.methods import ModelRole, method_of, models_of
 from anneal.contracts.run_task import RunTask
 from anneal.contracts.training_config.masked_model import masked_model_warning
 from anneal.contracts.training_config.raw_config import given_fields
@@ -23,6 +23,7 @@ from app.base_models.compatibility import (
     is_reward_model,
     longest_sequence,
     model_conflicts,
+    teacher_conflict,
     tokenizer_conflict,
 )
 from app.base_models.model_folder import ModelFolder
@@ -36,7 +37,7 @@ from app.runs.creating.validation.result import ValidationResult
 from app.tables.runs import Run
 from app.workers.online import OnlineWorker, read_online_workers
 
-_Role = Literal["base", "reward"]
+_Role = Literal["base"] | ModelRole
 
 
 @dataclass
@@ -50,6 +51,8 @@ class ModelCheck:
     rules: BackendRules | None
     """None: there is no such backend."""
     validation: ValidationResult
+    _base_folder: ModelFolder | None = field(default=None, init=False)
+    """Folder of the base model, if it is on this machine."""
 
     @property
     def loads_model(self) -> bool:
@@ -79,6 +82,7 @@ class ModelCheck:
                 "config.base_model", located, revision if isinstance(revision, str) else None
             )
         folder = await self.storage.in_thread(_folder_here, self.storage, located)
+        self._base_folder = folder
         if folder is not None and located["path"] is not None:
             await self._check_files(folder, needs_weights=needs_weights)
         if (folder is not None or fetched) and not creates:
@@ -88,28 +92,22 @@ class ModelCheck:
         if isinstance(tokenizer, str) and not validation.has_error("config.tokenizer"):
             await self._check_tokenizer(tokenizer, None if creates else folder)
 
-    async def check_reward_models(self) -> None:
-        """Check that the models of rewards can be had, and that they return a score."""
+    async def check_models_of_options(self) -> None:
+        """Check that the models that the options of the method name can be had, and that they fit their role."""
         validation = self.validation
         refused = {error.field for error in validation.errors}
-        for field, reward in rewards_of(self.config):
-            name, place = reward.get("model"), f"config.{field}.model"
-            if reward.get("type") != "model" or not isinstance(name, str) or place in refused:
+        for option, name, role in models_of(self.config):
+            place = f"config.{option}"
+            if place in refused:
                 continue
-            located = await self._locate(name, place, "reward")
+            located = await self._locate(name, place, role)
             if located is None:
                 continue
             if self.loads_model:
                 await self._check_hub_model(place, located, None)
             path = located["path"]
             folder = None if path is None else ModelFolder(self.storage, Path(path))
-            if folder is not None and await self.storage.in_thread(is_reward_model, folder) is False:
-                validation.add_error(
-                    place,
-                    "not_a_reward_model",
-                    f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
-                    "sequence classification",
-                )
+            if folder is not None and not await self._check_role(place, folder, name, role):
                 continue
             model_config = {} if folder is None else await self.storage.in_thread(folder.read_json, "config.json")
             if (stored := stored_quantization(model_config)) is not None and not stored.is_supported:
@@ -121,6 +119,29 @@ class ModelCheck:
                 )
             elif resolver.is_run(name) and name not in validation.reward_run_ids:
                 validation.reward_run_ids.append(name)
+
+    async def _check_role(self, field: str, folder: ModelFolder, name: str, role: ModelRole) -> bool:
+        """Check that a model on this machine fits its role; return False if it does not."""
+        validation, scores = self.validation, await self.storage.in_thread(is_reward_model, folder)
+        base = self._base_folder if role == "teacher" and self.config.get("tokenizer") is None else None
+        if role == "reward" and scores is False:
+            validation.add_error(
+                field,
+                "not_a_reward_model",
+                f"{name[:100]!r} generates text and returns no score; use a run of method `reward`, or a model for "
+                "sequence classification",
+            )
+        elif role == "teacher" and scores is True:
+            message = f"{name[:100]!r} returns a score and no text; name a model that generates text"
+            validation.add_error(field, "not_a_teacher", message)
+        elif base is not None and (why := await self.storage.in_thread(teacher_conflict, folder, base)) is not None:
+            message = (
+                f"is {name[:100]!r}, which has another tokenizer: {why}; name a teacher of the same family of models"
+            )
+            validation.add_error(field, "other_tokenizer", message)
+        else:
+            return True
+        return False
 
     async def _locate(self, name: str, field: str, role: _Role) -> resolver.ModelLocation | None:
         """Return where a model is; None if that is refused, or if the backend does not load it."""
@@ -218,16 +239,12 @@ async def lock_models(session: AsyncSession, config: Mapping[str, Any], plan: Ru
     used: list[tuple[str, str, _Role]] = []
     if plan.base_run_id is not None:
         used.append(("base_model", plan.base_run_id, "base"))
-    used += [
-        (f"{field}.model", reward["model"], "reward")
-        for field, reward in rewards_of(config)
-        if reward.get("model") in plan.reward_run_ids
-    ]
-    for field, run_id, role in used:
+    used += [(name, run_id, role) for name, run_id, role in models_of(config) if run_id in plan.reward_run_ids]
+    for name, run_id, role in used:
         try:
             await _output_attempt(session, run_id, role)
         except resolver.BaseModelError as error:
-            errors.append(FieldError(field=f"config.{field}", code=error.code, message=error.message))
+            errors.append(FieldError(field=f"config.{name}", code=error.code, message=error.message))
     return errors
 
 
@@ -253,6 +270,10 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: _Role) -> in
         raise resolver.BaseModelError(
             "not_a_reward_model",
             f"Run {run_id} was trained with method `{run.method}`; use a run of method `reward`.",
+        )
+    if role == "teacher" and method_of({"method": run.method}).has_reward_head:
+        raise resolver.BaseModelError(
+            "not_a_teacher", f"Run {run_id} has trained a reward model; use a run whose model generates text."
         )
     attempt: int | None = run.output_attempt
     return attempt

@@ -67,7 +67,7 @@ async def validate_request(
     await check.check_config()
     models = ModelCheck(session, settings, storage, normalize_numbers(request.config), rules, result)
     await models.check_base_model(needs_weights=needs_weights, trains=task is RunTask.train)
-    await models.check_reward_models()
+    await models.check_models_of_options()
     if rules is not None and not rules.starts_workers and not workers:
         message = (
             f"No worker of backend `{request.backend}` is online: the run waits until one starts, and settings that "
