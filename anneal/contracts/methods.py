@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from anneal.contracts.field_types import DatasetFormat, Strict, Traits
+from anneal.contracts.field_types import DatasetFormat, ModelName, Strict, Traits
 from anneal.contracts.human_numbers import COUNT
 from anneal.contracts.rewards import Rewards
 
@@ -28,6 +28,7 @@ class TrainingMethod(StrEnum):
     reward = "reward"
     rlhf = "rlhf"
     sft = "sft"
+    gkd = "gkd"
 
 
 DEFAULT_METHOD = TrainingMethod.qlora
@@ -131,6 +132,39 @@ class RlhfOptions(Strict):
     )
 
 
+class GkdOptions(Strict):
+    """Options of generalized knowledge distillation; for method `gkd` only."""
+
+    teacher: Annotated[ModelName | None, Traits()] = Field(
+        default=None,
+        description="Model whose next-token probabilities are learned, as `base_model`: a base model, or a run. Its "
+        "tokenizer must be that of the base model.",
+    )
+    lmbda: Annotated[float, Traits()] = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Fraction of the micro-batches whose answers the model generates itself; 0: all are those of the "
+        "dataset.",
+    )
+    beta: Annotated[float, Traits()] = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Divergence: 0 is the forward KL divergence, 1 the reverse one, and values between are the "
+        "generalized Jensen-Shannon divergence.",
+    )
+    temperature: Annotated[float, Traits(usual=(0.2, 2))] = Field(
+        default=1.0, gt=0, le=100, description="Sampling temperature of generated answers."
+    )
+    seq_kd: Annotated[bool, Traits()] = Field(
+        default=False, description="Whether the teacher generates the answers that the model does not."
+    )
+    max_completion_length: Annotated[Annotated[int, Field(ge=1, le=1_000_000), COUNT], Traits()] = Field(
+        default=256, description="Maximum number of tokens of a generated answer."
+    )
+
+
 class LearningRate(NamedTuple):
     """Default peak learning rates of a method."""
 
@@ -150,7 +184,7 @@ class Method:
     name: TrainingMethod
     summary: str
     """Data that the method learns from, for the documentation."""
-    objective: Literal["supervised", "preference", "reward", "rl"]
+    objective: Literal["supervised", "preference", "reward", "rl", "distillation"]
     trainer: str
     """Function that trains a run, as `module:function`."""
     formats: tuple[DatasetFormat, ...]
@@ -184,6 +218,11 @@ class Method:
             # The state of an adapter's optimizer is small, so paging or 8 bits would save nothing and cost time.
             return {"learning_rate": self.learning_rate.adapter, "optim": "adamw_torch_fused"}
         return {"learning_rate": self.learning_rate.full, "optim": "paged_adamw_8bit"}
+
+    @property
+    def has_teacher(self) -> bool:
+        """True if the probabilities of another model are learned, which the options name as `teacher`."""
+        return self.objective == "distillation"
 
     @property
     def mixes_rows(self) -> bool:
@@ -334,6 +373,15 @@ METHODS: Mapping[TrainingMethod, Method] = {
             trainer="worker.training.methods.sft:train",
             formats=_SUPERVISED_FORMATS,
             learning_rate=_SUPERVISED_RATE,
+        ),
+        Method(
+            name=TrainingMethod.gkd,
+            summary="the next-token probabilities of a teacher model",
+            objective="distillation",
+            trainer="worker.training.methods.gkd:train",
+            formats=("chat", "prompt_completion"),
+            learning_rate=_SUPERVISED_RATE,
+            options=GkdOptions,
         ),
     )
 }

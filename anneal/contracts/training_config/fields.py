@@ -11,6 +11,7 @@ from anneal.contracts.methods import (
     DEFAULT_METHOD,
     METHODS,
     DpoOptions,
+    GkdOptions,
     KtoOptions,
     OrpoOptions,
     RlhfOptions,
@@ -541,6 +542,9 @@ class TrainingConfig(Strict):
     )
     rlhf: Annotated[RlhfOptions, Traits(affects="step_time")] = Field(
         default_factory=RlhfOptions, description="Options of method `rlhf`."
+    )
+    gkd: Annotated[GkdOptions, Traits(affects="step_time")] = Field(
+        default_factory=GkdOptions, description="Options of method `gkd`."
     )
     extra: Annotated[dict[str, Any], AfterValidator(_with_numbers), Traits(affects="step_time")] = Field(
         default_factory=dict, description="Further options of the trainer; unknown ones are an error."

@@ -109,6 +109,9 @@ _OURS = {
     "kto.desirable_weight": "desirable_weight kto_chosen_weight kto_desirable_weight",
     "kto.undesirable_weight": "undesirable_weight kto_rejected_weight kto_undesirable_weight",
     "orpo.beta": "orpo_beta orpo_alpha",
+    "gkd.teacher": "teacher teacher_model teacher_model_name_or_path teacher_model_path",
+    "gkd.lmbda": "lmbda on_policy_fraction",
+    "gkd.seq_kd": "seq_kd",
     "simpo.beta": "simpo_beta",
     "simpo.gamma": "simpo_gamma",
     "rlhf.rewards": "rewards reward_funcs reward_functions reward_model reward_models reward_weights reward_func "

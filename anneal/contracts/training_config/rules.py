@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from anneal.contracts.errors import FieldError
-from anneal.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, KtoOptions, RlhfOptions
+from anneal.contracts.methods import METHODS, OPTION_GROUPS, DpoOptions, GkdOptions, KtoOptions, RlhfOptions
 from anneal.contracts.training_config.field_traits import (
     ADAPTER_ONLY,
     FOUR_BIT_ONLY,
@@ -122,7 +122,7 @@ def method_conflicts(config: TrainingConfig, user_set_fields: set[str]) -> list[
     if config.activation_offload and method.generates:
         message = f"cannot be used with method `{method.name}`, whose trainer does not support it; leave it out"
         conflicts.append(field_error("activation_offload", "conflict", message))
-    if config.torch_compile and method.generates:
+    if config.torch_compile and (method.generates or method.has_teacher):
         message = f"cannot be used with method `{method.name}`, which also generates with the layers; leave it out"
         conflicts.append(field_error("torch_compile", "conflict", message))
     conflicts += _objective_conflicts(config, user_set_fields)
@@ -260,6 +260,8 @@ def _objective_conflicts(config: TrainingConfig, user_set_fields: set[str]) -> l
         conflicts.append(field_error("truncation_mode", "conflict", message))
     if config.generation is not None:
         conflicts += _generation_conflicts(config, config.generation, user_set_fields)
+    if method.options is GkdOptions:
+        conflicts += _distillation_conflicts(config, config.gkd)
     if method.generates and config.on_spike != "ignore":
         loss = "whose loss does not measure how well a step went"
         message = f"cannot be used with method `{method.name}`, {loss}; leave it out"
@@ -306,6 +308,20 @@ def _dpo_conflicts(dpo: DpoOptions, user_set_fields: set[str]) -> list[FieldErro
             field_error("dpo.label_smoothing", "conflict", f"has no effect with `{dpo.loss_type}`, only with {losses}")
         ]
     return []
+
+
+def _distillation_conflicts(config: TrainingConfig, gkd: GkdOptions) -> list[FieldError]:
+    conflicts = []
+    if gkd.teacher is None:
+        message = "must be set with method `gkd`: the model whose probabilities are learned"
+        conflicts.append(field_error("gkd.teacher", "missing", message))
+    if config.max_seq_length is not None and gkd.max_completion_length >= config.max_seq_length:
+        message = (
+            f"must be below `max_seq_length` ({config.max_seq_length}), which includes the prompt; lower the one or "
+            "raise the other"
+        )
+        conflicts.append(field_error("gkd.max_completion_length", "conflict", message))
+    return conflicts
 
 
 def _generation_conflicts(config: TrainingConfig, options: RlhfOptions, user_set_fields: set[str]) -> list[FieldError]:
@@ -458,7 +474,7 @@ def sharding_obstacles(config: TrainingConfig, user_set_fields: set[str]) -> lis
         obstacles.append("an adapter with `modules_to_save`, such as that of a reward model, cannot be divided")
     if method.has_reference and not adapter:
         obstacles.append(f"`{config.method}` without an adapter precomputes its reference with the whole model")
-    if method.generates:
+    if method.generates or method.has_teacher:
         obstacles.append(f"`{config.method}` generates with the whole model")
     for name in ("metrics", "callbacks", "distributions_steps", "checkpoint_engine", "data_source"):
         if config.extra.get(name):

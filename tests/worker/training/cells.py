@@ -39,6 +39,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "orpo": {"method": "orpo"},
     "simpo": {"method": "simpo"},
     "reward": {"method": "reward"},
+    "gkd": {"method": "gkd"},
     "grpo": {"method": "rlhf", "algorithm": "grpo", "beta": 0.05},
     "rloo": {"method": "rlhf", "algorithm": "rloo", "beta": 0.05},
 }
@@ -67,7 +68,7 @@ class Cell:
     @property
     def can_be_shared(self) -> bool:
         """True if the model of the run can be divided."""
-        is_whole = self.objective in ("grpo", "rloo") or (self.objective == "reward" and self.adapter != "full")
+        is_whole = self.objective in ("gkd", "grpo", "rloo") or (self.objective == "reward" and self.adapter != "full")
         return not is_whole and self.adapter != "8bit" and (self.objective == "sft" or self.adapter != "full")
 
 
@@ -94,6 +95,7 @@ class Lab:
         """Make models and data; cells on two devices need `two_ranks`."""
         self.folder, self.forks, self.two_ranks = folder, forks, two_ranks
         self._models = {rate: make_tiny_model(folder / f"model-{rate}", layers=2, dropout=rate) for rate in (0.0, 0.1)}
+        self._teacher = make_tiny_model(folder / "teacher", layers=1)
         self._data = {
             "chat": make_chat_dataset(folder / "chats.jsonl", 20),
             "packed": make_chat_dataset(folder / "many.jsonl", 44),
@@ -153,6 +155,8 @@ class Lab:
             config |= {"batch_size": 4, "gradient_accumulation_steps": 2}
             length = {"type": "length", "min": 4, "max": 8, "unit": "characters", "slack": 30}
             config["rlhf"] = {**objective, "num_generations": 4, "max_completion_length": 8, "rewards": [length]}
+        if config["method"] == "gkd":
+            config["gkd"] = {"teacher": "teacher", "max_completion_length": 8, "seq_kd": cell.difficulty == "epochs"}
         compares_rows = cell.objective == "kto"  # so that no device can have a single one
         if cell.devices != "one" and not compares_rows:
             config["batch_size"] //= 2
@@ -172,6 +176,8 @@ class Lab:
         model = self._models[0.1 if has_dropout else 0.0]
         job = make_job(folder, model, data, data_format=kind, attempt=attempt, resume_from=resume_from, **config)
         job.setdefault("reward_models", [])
+        if config["method"] == "gkd":
+            job["teacher"] = {"name": "teacher", "path": str(self._teacher), "hub": None, "revision": None}
         if cell.devices == "one":
             return self.forks.run(job)
         assert self.two_ranks is not None

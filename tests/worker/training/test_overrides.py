@@ -15,6 +15,7 @@ import pytest
 import worker.training
 from worker.training import overrides
 from worker.training.methods.dpo import PreferenceTrainer
+from worker.training.methods.gkd import DistillationTrainer
 from worker.training.methods.kto import RatedAnswerTrainer
 from worker.training.methods.reference_free import ReferenceFreeTrainer
 from worker.training.methods.reward_model import RewardModelTrainer
@@ -24,7 +25,7 @@ from worker.training.overrides import INTERNAL_NAMES, InternalName
 
 TRAINERS = (
     SupervisedTrainer, PreferenceTrainer, RatedAnswerTrainer, ReferenceFreeTrainer, RewardModelTrainer, GroupTrainer,
-    LeaveOneOutTrainer,
+    LeaveOneOutTrainer, DistillationTrainer,
 )  # fmt: skip
 OF_TORCH_AND_PYTHON = {
     "_asdict", "_backward_hooks", "_backward_pre_hooks", "_buffers", "_dump_snapshot", "_forward_hooks",

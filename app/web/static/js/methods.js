@@ -10,6 +10,7 @@ export const OBJECTIVES = [
   ['simpo', 'SimPO', 'Preference pairs, by mean log-probability'],
   ['reward', 'Reward', 'Model that scores answers'],
   ['rlhf', 'RLHF', 'Rewards on own completions'],
+  ['gkd', 'GKD', 'Probabilities of a teacher'],
 ];
 
 /** Trained weights: name, title, explanation. @type {[string, string, string][]} */

@@ -36,6 +36,7 @@ def rlhf(*rewards: dict[str, Any], **options: Any) -> dict[str, Any]:
 CONFIGS: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in ("dpo", "kto", "orpo", "simpo", "reward")},
     "rlhf": rlhf(ANSWER),
+    "gkd": {"method": "gkd", "gkd": {"teacher": "larger"}},
 }
 
 
@@ -82,7 +83,7 @@ class TestEveryMethod:
 
     def test_keeping_the_end_is_for_pairs_that_are_cut(self, method: str) -> None:
         assert set(conflicts_of({**CONFIGS[method], "truncation_mode": "keep_end"})) == (
-            set() if method in ("dpo", "orpo", "simpo") else {"truncation_mode"}
+            set() if method in ("dpo", "orpo", "simpo", "gkd") else {"truncation_mode"}
         )
 
     def test_options_of_another_one_are_refused(self, method: str) -> None:

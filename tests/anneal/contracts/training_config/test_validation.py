@@ -118,6 +118,8 @@ class TestFieldsAndDefaults:
             "dpo": {"beta": 0.1, "loss_type": "sigmoid", "label_smoothing": 0.0},
             "kto": {"beta": 0.1, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
             "orpo": {"beta": 0.1}, "simpo": {"beta": 2.0, "gamma": 1.0},
+            "gkd": {"teacher": None, "lmbda": 0.5, "beta": 0.5, "temperature": 1.0, "seq_kd": False,
+                    "max_completion_length": 256},
             "rlhf": {"algorithm": "grpo", "rewards": [], "num_generations": 8, "max_completion_length": 256,
                      "temperature": 1.0, "beta": 0.0},
         }  # fmt: skip
@@ -146,7 +148,19 @@ class TestFieldsAndDefaults:
         assert (config.learning_rate, config.optim) == (rate, optim)
 
     def test_methods_and_statuses_are_the_contracts(self) -> None:
-        assert {*TrainingMethod} == {"full", "lora", "qlora", "dpo", "kto", "orpo", "simpo", "reward", "rlhf", "sft"}
+        assert {*TrainingMethod} == {
+            "full",
+            "lora",
+            "qlora",
+            "dpo",
+            "kto",
+            "orpo",
+            "simpo",
+            "reward",
+            "rlhf",
+            "sft",
+            "gkd",
+        }
         assert [*TrainingStatus] == [
             "pending", "initializing", "running", "checkpointing", "completed", "failed", "cancelled",
         ]  # fmt: skip

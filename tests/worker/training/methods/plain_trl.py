@@ -31,6 +31,7 @@ from trl import (
     SFTTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from worker.training.model import loader
@@ -39,6 +40,7 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig), "grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig),
     "orpo": (ORPOTrainer, ORPOConfig), "simpo": (CPOTrainer, partial(CPOConfig, loss_type="simpo", cpo_alpha=0.0)),
+    "gkd": (GKDTrainer, GKDConfig),
 }  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def plain_log(
     auto = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     network = auto.from_pretrained(model, dtype=torch.float32 if adapter == "full" else dtype, **loading)
     loader.keep_evaluation_neutral(network)
-    rewarded = {"reward_funcs": options.pop("reward_funcs")} if "reward_funcs" in options else {}
+    of_trainer = {name: options.pop(name) for name in ("reward_funcs", "teacher_model") if name in options}
     trainer_class, arguments_class = TRAINERS[kind]
     with ExitStack() as precision:
         if is_precise:
@@ -109,7 +111,7 @@ def plain_log(
                 modules_to_save=["score"] if is_reward else None,
                 **{"target_modules": "all-linear", **(peft_options or {})},
             ) if adapter != "full" else None,
-            **rewarded,
+            **of_trainer,
         )  # fmt: skip
     if is_precise:
         loader.keep_full_precision(trainer.model)

@@ -73,7 +73,7 @@ def measured(outcome: Outcome, name: str) -> list[float]:
 REFERENCE_FREE: dict[str, dict[str, Any]] = {
     "orpo": {"beta": 2.0}, "simpo": {"beta": 2.0, "gamma": 0.7},
 }  # fmt: skip
-REFERENCE_FREE_USUAL = [("orpo", "qlora"), ("simpo", "lora")]
+REFERENCE_FREE_USUAL = [("simpo", "qlora")]
 RLHF_USUAL = [("full", "grpo"), ("8bit", "rloo")]
 
 

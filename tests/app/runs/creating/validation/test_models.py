@@ -67,6 +67,7 @@ class TestData:
             ("qlora", {"chat", "prompt_completion", "text", "tokenized"}), ("dpo", {"preference"}),
             ("kto", {"rated"}), ("orpo", {"preference"}), ("simpo", {"preference"}),
             ("reward", {"preference"}), ("rlhf", {"prompt"}),
+            ("gkd", {"chat", "prompt_completion"}),
         ],
     )  # fmt: skip
     def test_each_method_takes_its_own_formats_to_train_and_to_evaluate(
@@ -74,6 +75,7 @@ class TestData:
     ) -> None:
         run_config = {
             **(config() if method == "rlhf" else {"base_model": "org/model", "method": method}),
+            **({"gkd": {"teacher": "org/teacher"}} if method == "gkd" else {}),
             "eval_steps": 5,
         }
         for name in ("chat", "prompt_completion", "text", "preference", "rated", "prompt", "tokenized"):
@@ -123,6 +125,33 @@ class TestWhichModelsScore:
             "config.rlhf.rewards.2.model": "model_not_found",
             "config.rlhf.rewards.3.model": "invalid_name",
         }
+
+    def test_a_teacher_must_generate_text_with_the_tokens_of_the_base_model(
+        self, api: ApiServer, engine: Engine
+    ) -> None:
+        def write(name: str, kind: str, *tokens: str) -> None:
+            folder = make_model(api.settings, name)
+            (folder / "config.json").write_text(json.dumps({"architectures": [f"LlamaFor{kind}"]}))
+            vocabulary = {token: number for number, token in enumerate(tokens)}
+            (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+
+        def refused(teacher: str | None) -> str | None:
+            run_config = {"base_model": "small", "method": "gkd", "gkd": {"teacher": teacher}}
+            problems = errors(api, make_dataset(engine, "chat"), run_config)
+            assert set(problems) <= {"config.gkd.teacher"}
+            return problems["config.gkd.teacher"][0] if problems else None
+
+        write("small", "CausalLM", "a", "b")
+        write("large", "CausalLM", "a", "b", "c")
+        write("foreign", "CausalLM", "b", "a")
+        write("judge", "SequenceClassification", "a", "b")
+        scorer, writer = judge(api, engine), judge(api, engine, "dpo")
+        waiting = make_run(api.client, make_dataset(engine, "preference"), config={"method": "dpo"})["id"]
+        assert refused("large") is None and refused(writer) is None
+        assert refused(None) == "missing" and refused("nowhere") == "model_not_found"
+        assert refused("foreign") == "other_tokenizer"
+        assert refused("judge") == refused(scorer) == "not_a_teacher"
+        assert refused(new_id("run")) == "teacher_run_not_found" and refused(waiting) == "teacher_run_not_completed"
 
     def test_the_operators_list_counts_for_them_too(self, settings: Settings) -> None:
         with ThreadServer(settings.model_copy(update={"allowed_models": "org/*"})) as api:

@@ -377,6 +377,8 @@ class TestDefaultValues:
         config = SpecifiedConfig("tiny", method).to_dict()
         if METHODS[method].generates:
             config[method] = {"rewards": [{"type": "length", "max": 20}]}
+        if METHODS[method].has_teacher:
+            config[method] = {"teacher": "tiny", "max_completion_length": 64}
         body = {"dataset_id": make_dataset(engine, METHODS[method].formats[0]), "config": config}
         check = api.client.post("/v1/runs/validate", json=body).json()
         assert check["errors"] == []
@@ -394,7 +396,7 @@ class TestDefaultValues:
         assert (effective["optim"], effective["max_seq_length"]) == ("adamw_8bit", 256)
         plain = {"base_model": "tiny", "method": method, "gradient_checkpointing": True}
         # What depends on the method is used as written.
-        plain |= {name: config[name] for name in ("rlhf", "learning_rate", "optim") if name in config}
+        plain |= {name: config[name] for name in ("rlhf", "gkd", "learning_rate", "optim") if name in config}
         assert created.json()["config"] == TrainingConfig.model_validate(plain).model_dump(mode="json")
         assert "optim" not in run_row(engine, created.json()["id"]).user_set_fields
 
