@@ -16,7 +16,7 @@ from app.estimator.flops import RunFlops, estimate_flops
 from app.estimator.parameters import CannotTrain, total_parameters, trainable_part
 from app.infra.storage import Storage
 from app.runs.creating.estimates.devices import assumed_device
-from app.runs.creating.estimates.inputs import EstimateInputs, Subject
+from app.runs.creating.estimates.inputs import EstimateInputs, Subject, teacher_config
 from app.runs.creating.estimates.model_config import NoConfig, read_config
 from app.runs.creating.estimates.run_on_kind import RunOnKind
 from app.runs.creating.estimates.sentences import (
@@ -30,6 +30,20 @@ from app.runs.creating.estimates.sentences import (
 def read_model(settings: Settings, storage: Storage, config: TrainingConfig, known: EstimateInputs) -> Architecture:
     """Read the architecture of the base model; raises `NoConfig` or `UnknownArchitecture`."""
     return read_architecture(read_config(settings, storage, config, known.attempt, known.hub_config))
+
+
+def _with_teacher(
+    settings: Settings, storage: Storage, config: TrainingConfig, known: EstimateInputs
+) -> EstimateInputs:
+    """Return the inputs with the architecture of the teacher, if the run has one that is known here."""
+    teacher = teacher_config(config)
+    if teacher is None:
+        return known
+    try:
+        model_config = read_config(settings, storage, teacher, known.teacher_attempt, known.teacher_hub_config)
+        return replace(known, teacher=read_architecture(model_config))
+    except (NoConfig, UnknownArchitecture):
+        return known
 
 
 def estimate_by_formula(
@@ -49,6 +63,7 @@ def estimate_by_formula(
         return unknown_estimate(subject, known, reason), None
     try:
         model = read_model(settings, storage, plan.config, known)
+        known = _with_teacher(settings, storage, plan.config, known)
         trainable_part(model, resolve_config(plan.config, subject.user_set_fields, None).config)
     except (NoConfig, UnknownArchitecture, CannotTrain) as error:
         return unknown_estimate(subject, known, str(error)), None
@@ -78,6 +93,7 @@ def least_memory(settings: Settings, storage: Storage, subject: Subject, known: 
         return {}  # unknown, or a probe, which finds out by trying
     try:
         model = read_model(settings, storage, subject.plan.config, known)
+        known = _with_teacher(settings, storage, subject.plan.config, known)
         smallest = _smallest_variant(subject)
         kinds: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
         return {kind: RunOnKind(model, smallest, kind, known).least_mb() for kind in kinds}

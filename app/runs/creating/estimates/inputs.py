@@ -8,12 +8,15 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from anneal.contracts.gpus import Gpu
+from anneal.contracts.methods import models_of
 from anneal.contracts.schemas.estimates import EstimatedDevice
 from anneal.contracts.schemas.runs.placement import Placement
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.api.errors import dataset_not_found, invalid
 from app.base_models import resolver
 from app.config import Settings
 from app.estimator.activations import LIGER_PACKAGE
+from app.estimator.architecture import Architecture
 from app.estimator.memory import WHOLE, Division
 from app.estimator.steps import Data
 from app.infra.storage import Storage
@@ -77,21 +80,37 @@ class EstimateInputs:
     """Online workers of the backend."""
     has_liger: bool = False
     """True if every online worker with a GPU that the request allows has liger-kernel."""
+    teacher_attempt: int | None = None
+    """Attempt whose output is the teacher, if that is a run."""
+    teacher_hub_config: HubConfig | None = None
+    """Configuration of a teacher that is on the hub and not on this machine, if it was requested."""
+    teacher: Architecture | None = None
+    """Teacher of the run; None: there is none, or it is not known on this machine."""
 
 
 async def read_inputs(session: AsyncSession, settings: Settings, subject: Subject) -> EstimateInputs:
     """Read what the formulas need from the database."""
     plan, placement = subject.plan, subject.placement
     attempt = await find_output_attempt(session, plan.config.base_model)
+    teacher = teacher_config(plan.config)
+    teacher_attempt = None if teacher is None else await find_output_attempt(session, teacher.base_model)
     workers = await read_online_workers(session, settings, plan.backend)
     if subject.gpu is not None:
-        return EstimateInputs(devices_of_gpu(workers, subject.gpu), attempt)
+        return EstimateInputs(devices_of_gpu(workers, subject.gpu), attempt, teacher_attempt=teacher_attempt)
     devices = online_devices(workers, placement)
     missing = None
     if workers and not devices and not plan.rules.starts_workers:  # a cluster has devices without workers
         missing = f"No online worker of backend `{plan.backend}` has {requested_words(placement)}."
     has_liger = have_package(workers, "cuda", placement, LIGER_PACKAGE)
-    return EstimateInputs(devices, attempt, missing, workers=workers, has_liger=has_liger)
+    return EstimateInputs(
+        devices, attempt, missing, workers=workers, has_liger=has_liger, teacher_attempt=teacher_attempt
+    )
+
+
+def teacher_config(config: TrainingConfig) -> TrainingConfig | None:
+    """Return a configuration whose base model is the teacher of a run; None if the run has none."""
+    names = [name for _, name, role in models_of(config.model_dump()) if role == "teacher"]
+    return config.model_copy(update={"base_model": names[0], "revision": None}) if names else None
 
 
 async def find_output_attempt(session: AsyncSession, base_model: str) -> int | None:
@@ -112,11 +131,10 @@ async def read_data(session: AsyncSession, dataset_id: str) -> Data:
 
 
 async def fetch_base_config(
-    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, plan: RunPlan
+    sessions: async_sessionmaker[AsyncSession], settings: Settings, storage: Storage, config: TrainingConfig
 ) -> HubConfig | None:
     """Fetch the configuration of a base model that is on the hub, and not on this machine; otherwise None."""
-    config = plan.config
-    if not plan.rules.loads_model or resolver.is_run(config.base_model):
+    if resolver.is_run(config.base_model):
         return None
     try:
         located = await asyncio.to_thread(

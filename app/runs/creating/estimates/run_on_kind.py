@@ -10,6 +10,8 @@ from anneal.contracts.training_config.rules import DeviceCapabilities
 from app.estimator import memory_planner
 from app.estimator.activations import Precision, is_in_liger
 from app.estimator.architecture import Architecture
+from app.estimator.memory import Memory
+from app.estimator.parameters import total_parameters
 from app.estimator.steps import max_sequence_length, plan_steps
 from app.runs.creating.estimates.inputs import EstimateInputs, Subject
 
@@ -43,9 +45,12 @@ class RunOnKind:
         self.plan = replace(planned, batch=replace(planned.batch, sequence_parallel=self.sequence_parallel))
         self.precision = Precision.for_device(self.config, kind, has_liger=known.has_liger)
         self.uses_liger = self.precision.has_liger and is_in_liger(model, self.config)
-        self._needs = memory_planner.memory_of_choices(
-            model, self.config, self.precision, self.plan.batch, self.division
-        )
+        needs = memory_planner.memory_of_choices(model, self.config, self.precision, self.plan.batch, self.division)
+        # It is loaded in the precision of the forward pass.
+        teacher = 0 if known.teacher is None else total_parameters(known.teacher, reward_head=False)
+        self.teacher_bytes = teacher * (2 if self.precision.autocast else 4)
+        """Bytes of the teacher's weights, which are in memory all the time."""
+        self._needs: memory_planner.Needs = lambda checkpointing: _with_frozen(needs(checkpointing), self.teacher_bytes)
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
         self._advice = memory_planner.MemoryAdvice(
             model, self.config, self.precision, length, self.plan.rows, self.division, self.sequence_parallel
@@ -66,7 +71,7 @@ class RunOnKind:
         chosen, room = self.choose_plan(device), _memory_bytes(device)
         advice = []
         if thorough and room is not None and not chosen.fits:
-            advice = self._advice.advise_within(room)
+            advice = self._advice.advise_within(max(room - self.teacher_bytes, 0))
         return Fit(
             device=device,
             fits=None if room is None else chosen.fits,
@@ -75,6 +80,12 @@ class RunOnKind:
             reason=chosen.reason,
             advice=advice,
         )
+
+
+def _with_frozen(needed: Memory, weights: int) -> Memory:
+    """Return the memory of a run beside frozen weights of another model."""
+    components = replace(needed.components, reference=needed.components.reference + weights)
+    return replace(needed, components=components, peak=needed.peak + weights)
 
 
 def _memory_bytes(device: EstimatedDevice) -> int | None:

@@ -1,5 +1,6 @@
 """Sentences of an estimate: what it assumes, and why a value is unknown."""
 
+from anneal.contracts.methods import METHODS
 from anneal.contracts.schemas.estimates import Confidence, EstimatedDevice, Fit, RunEstimate, Unknown
 from anneal.contracts.training_config.resolution import resolve_config
 from app.estimator.flops import uncounted_parts
@@ -33,6 +34,12 @@ def memory_assumptions(on: RunOnKind, device: EstimatedDevice) -> list[str]:
         *on.plan.assumptions,
         *uncounted_parts(config, on.plan),
     ]
+    if METHODS[config.method].has_teacher:
+        counted = "are `reference`" if on.teacher_bytes else "are not included, because its configuration is not known"
+        sentences.append(
+            f"The weights of the teacher {counted}; `flops` and `seconds` do not include its forward passes, and "
+            "generating answers."
+        )
     if on.uses_liger:
         sentences.append(
             "Norms, rotary embeddings and gated layers are those of liger-kernel, as on every such worker."

@@ -30,6 +30,7 @@ from app.runs.creating.estimates.inputs import (
     fetch_base_config,
     find_output_attempt,
     read_inputs,
+    teacher_config,
 )
 from app.runs.creating.estimates.model_config import NoConfig
 from app.runs.creating.estimates.run_on_kind import typical_machine
@@ -97,7 +98,7 @@ async def estimate_new(
     """
     known = await _read_inputs_and_config(sessions, settings, storage, subject)
     config, resources = subject.plan.config, subject.plan.resources
-    fetched = known.hub_config is not None  # otherwise it was computed before the run was created
+    fetched = bool(known.hub_config or known.teacher_hub_config)  # otherwise it was computed before the run was created
     if fetched and resources.devices > 1 and resources.sharding == "auto" and not subject.sharded:
         sharded = await _run_in_thread(storage, config, must_shard, settings, storage, subject, known, known.devices)
         subject = replace(subject, sharded=bool(sharded))
@@ -114,14 +115,23 @@ async def _read_inputs_and_config(
     """Read the inputs of an estimate, with the configuration of a model that is only on the hub."""
     async with sessions() as session:
         known = await read_inputs(session, settings, subject)
-    return replace(known, hub_config=await fetch_base_config(sessions, settings, storage, subject.plan))
+    if not subject.plan.rules.loads_model:
+        return known
+    config, teacher = subject.plan.config, teacher_config(subject.plan.config)
+    return replace(
+        known,
+        hub_config=await fetch_base_config(sessions, settings, storage, config),
+        teacher_hub_config=None if teacher is None else await fetch_base_config(sessions, settings, storage, teacher),
+    )
 
 
 async def _run_in_thread(
     storage: Storage, config: TrainingConfig, work: Callable[P, T], *arguments: P.args, **named: P.kwargs
 ) -> T:
     """Run `work` in a thread, where no other estimate waits for the object store that it may read."""
-    if storage.objects is not None and resolver.is_run(config.base_model):
+    teacher = teacher_config(config)
+    models = [config.base_model, *([teacher.base_model] if teacher else [])]
+    if storage.objects is not None and any(resolver.is_run(name) for name in models):
         return await storage.in_thread(work, *arguments, **named)
     thread = _thread if work is estimate_by_formula else _creation_thread
     return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *arguments, **named))

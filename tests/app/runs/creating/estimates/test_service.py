@@ -70,6 +70,24 @@ def test_memory_of_base_with_quantized_files_is_that_of_these(api: ApiServer, en
     assert stored["memory_mb"] != estimated(api, dataset, max_steps=10)["memory_mb"]
 
 
+def test_memory_of_a_teacher_is_that_of_its_weights(api: ApiServer, engine: Engine) -> None:
+    gpu(engine, 81_559)
+    (make_model(api.settings, "larger") / "config.json").write_text(json.dumps({**QWEN, "num_hidden_layers": 48}))
+    dataset = make_dataset(engine, "chat")
+    alone, taught = (
+        estimated(api, dataset, max_steps=10, gradient_checkpointing=True, **config)
+        for config in ({"method": "sft"}, {"method": "gkd", "gkd": {"teacher": "larger"}})
+    )
+    layers = 8_190_735_360 - 2 * 151936 * 4096
+    weights = (8_190_735_360 + layers / 3) * 2 / 2**20
+    assert taught["memory_mb"]["reference"] == pytest.approx(weights, rel=0.001)
+    assert taught["memory_mb"]["total"] == pytest.approx(alone["memory_mb"]["total"] + weights, rel=0.001)
+    assert any("weights of the teacher are `reference`" in sentence for sentence in taught["assumptions"])
+    unknown = estimated(api, dataset, max_steps=10, method="gkd", gkd={"teacher": "org/elsewhere"})
+    assert unknown["memory_mb"]["reference"] == 0
+    assert any("teacher are not included" in sentence for sentence in unknown["assumptions"])
+
+
 def test_liger_kernel_counts_if_all_workers_with_a_gpu_for_the_run_have_it(api: ApiServer, engine: Engine) -> None:
     dataset, said = make_dataset(engine), "are those of liger-kernel"
 
