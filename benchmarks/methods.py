@@ -115,6 +115,8 @@ def _calls(folder: Path, base: Path, rows: Split) -> Iterator[tuple[str, Callabl
     held_rated = _write(folder / "held-out-rated.jsonl", _rated(rows.held_out[:_HELD_OUT_PAIRS]))
     for adapter in ADAPTERS:
         yield "kto", partial(_desirable, folder, base, adapter, rated, held_rated)
+    for adapter in ADAPTERS:
+        yield "gkd", partial(_distilled, folder, base, adapter, chats, held_out)
     prompts = _write(folder / "prompts.jsonl", ({"prompt": one.prompt} for one in rows.training[:_PROMPTS]))
     held_prompts = _write(
         folder / "held-out-prompts.jsonl", ({"prompt": one.prompt} for one in rows.held_out[:_HELD_OUT_PROMPTS])
@@ -158,6 +160,19 @@ def _desirable(folder: Path, base: Path, adapter: str, rated: Path, held_out: Pa
     return Row("kto", adapter, "loss", start, end, math.inf if end < start else 0.0, done.speed, done.loads())
 
 
+def _distilled(folder: Path, base: Path, adapter: str, chats: Path, held_out: Path) -> Row:
+    """Let the base learn from a model that was fine-tuned, of which it sees no answers but its own."""
+    place = folder / f"gkd-{adapter}"
+    teacher = _run(
+        place / "teacher", base, chats, "chat", held_out, method="full", learning_rate=_RATES["full"], **_SUPERVISED
+    )
+    gkd = {"teacher": "teacher", "lmbda": 1.0, "max_completion_length": 40}
+    config = _PREFERENCE | ADAPTERS[adapter] | {"method": "gkd", "gkd": gkd}
+    done = _run(place / "student", base, chats, "chat", held_out, teacher=teacher.output, **config)
+    start, end = done.evaluations[0]["eval_loss"], done.evaluations[-1]["eval_loss"]
+    return Row("gkd", adapter, "loss", start, end, math.inf if end < start else 0.0, done.speed, done.loads())
+
+
 def _rewarded(folder: Path, base: Path, algorithm: str, adapter: str, prompts: Path, held_out: Path) -> Row:
     rlhf = {"algorithm": algorithm, "num_generations": 8, "max_completion_length": 40, "rewards": [_TASK]}
     config = _RLHF | ADAPTERS[adapter] | {"method": "rlhf", "rlhf": rlhf}
@@ -193,7 +208,15 @@ class Done:
         return done.returncode == 0
 
 
-def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None = None, **config: Any) -> Done:
+def _run(
+    folder: Path,
+    model: Path,
+    path: Path,
+    form: str,
+    held_out: Path | None = None,
+    teacher: Path | None = None,
+    **config: Any,
+) -> Done:
     """Train from a job file, as a worker does."""
     output = folder / "a1"
     output.mkdir(parents=True)
@@ -206,6 +229,7 @@ def _run(folder: Path, model: Path, path: Path, form: str, held_out: Path | None
         "dataset": {"id": "ds", "path": str(path), "format": form, "rows": None, "sha256": None},
         "eval_dataset": held_out and {"id": "ds", "path": str(held_out), "format": form, "rows": None, "sha256": None},
         "base_model": {"name": "base", "path": str(model), "hub": None, "revision": None}, "reward_models": [],
+        "teacher": teacher and {"name": "teacher", "path": str(teacher), "hub": None, "revision": None},
         "attempt_dir": str(output), "resume_from": None, "journal": str(folder / "journal.jsonl"),
         "device": {"kind": "cpu", "index": 0, "id": "cpu"}, "trust_remote_code": False, "hub_allowed": False,
         "worker": {"id": "wrk_table", "host": "here"},

@@ -25,6 +25,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "reward": ("preference", {"method": "reward"}),
     "rlhf": ("prompt", {"method": "rlhf", "batch_size": 4, "gradient_accumulation_steps": 1,
                         "rlhf": {"num_generations": 4, "max_completion_length": 8, "rewards": [_LENGTH]}}),
+    "gkd": ("chat", {"method": "gkd", "gkd": {"teacher": "teacher", "max_completion_length": 8}}),
 }  # fmt: skip
 """Format of the dataset and configuration of each run."""
 GPU_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,8 +43,13 @@ def run(check: Check) -> None:
         "rated": make_rated(check.work / "rated.jsonl", 32),
         "prompt": make_prompts(check.work / "prompts.jsonl", 32),
     }
+    teacher = {"name": "teacher", "path": str(model), "hub": None, "revision": None}
     jobs = [
-        Job(name, make_job(check.folder(name), model, data[format_], data_format=format_, **BASE | config))
+        Job(
+            name,
+            make_job(check.folder(name), model, data[format_], data_format=format_, **BASE | config)
+            | ({"teacher": teacher} if "gkd" in config else {}),
+        )
         for name, (format_, config) in (RUNS | GPU_RUNS if check.on_gpu else RUNS).items()
     ]
     for first in range(0, len(jobs), check.at_once):

@@ -13,6 +13,7 @@ from tests.worker.training.methods.plain_trl import plain_losses
 from tests.worker.training.tiny import (
     Forks,
     Outcome,
+    load_output,
     make_chat_dataset,
     make_job,
     make_pairs,
@@ -100,6 +101,7 @@ def test_a_model_comes_closer_to_its_teacher_with_answers_that_are_generated(
     points = [record["extra"] for record in done.of("metric")]
     assert all(1 <= point["completion_length"] <= 12 for point in points)
     assert done.of("config")[0]["facts"]["flops_not_counted"].startswith("the teacher's forward passes")
+    load_output(done.output, models[0])
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(
