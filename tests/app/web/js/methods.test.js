@@ -1,9 +1,9 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
-import { readChoice, describeGroup, applyChoice } from '../../../../app/web/static/js/methods.js';
+import { OBJECTIVES, readChoice, describeGroup, applyChoice } from '../../../../app/web/static/js/methods.js';
 
 test('every pair of an objective and trained weights is a configuration, and is read from it', () => {
-  for (const objective of ['sft', 'dpo', 'kto', 'reward', 'rlhf']) {
+  for (const objective of OBJECTIVES.map(([name]) => name)) {
     for (const adapter of ['qlora', 'lora', 'full']) {
       const config = applyChoice(
         { base_model: 'any', method: 'dpo', lora_r: 8, load_in_8bit: true },
