@@ -46,9 +46,9 @@ class RunOnKind:
         self.precision = Precision.for_device(self.config, kind, has_liger=known.has_liger)
         self.uses_liger = self.precision.has_liger and is_in_liger(model, self.config)
         needs = memory_planner.memory_of_choices(model, self.config, self.precision, self.plan.batch, self.division)
-        # It is loaded in the precision of the forward pass.
+        # As the worker loads it: in 16 bits only if these are of bfloat16, since values could overflow in float16.
         teacher = 0 if known.teacher is None else total_parameters(known.teacher, reward_head=False)
-        self.teacher_bytes = teacher * (2 if self.precision.autocast else 4)
+        self.teacher_bytes = teacher * (2 if kind == "cuda" and self.config.dtype == "bfloat16" else 4)
         """Bytes of the teacher's weights, which are in memory all the time."""
         self._needs: memory_planner.Needs = lambda checkpointing: _with_frozen(needs(checkpointing), self.teacher_bytes)
         length = min(self.plan.batch.length, max_sequence_length(model, self.config))
