@@ -1,8 +1,9 @@
-"""Mutants of outputs, of exports of checkpoints and of evaluations without training."""
+"""Mutants of outputs, of exports of checkpoints, and of evaluations and predictions without training."""
 
 from tests.mutants.mutant import Change, Mutant
 
 _OUTPUT = "tests/worker/training/output"
+_PREDICTION = "tests/worker/training/prediction/test_predict.py"
 
 MUTANTS = (
     Mutant(
@@ -59,5 +60,31 @@ MUTANTS = (
             ),
         ),
         test="tests/app/runs/creating/test_evaluation.py::TestResult::test_evaluation_result_is_on_its_run_and_is_not_ranked",
+    ),
+    Mutant(
+        name="answers-ahead-count-as-written",
+        promises=(10,),
+        about="A resumed prediction takes rows for written that were answered before those in front of them.",
+        changes=(
+            Change(
+                "worker/training/prediction/answers_file.py",
+                'state = {"written": self.written,',
+                'state = {"written": self.answered,',
+            ),
+        ),
+        test=f"{_PREDICTION}::test_prediction_killed_three_times_writes_the_file_of_an_undisturbed_one[0-80]",
+    ),
+    Mutant(
+        name="rows-share-random-numbers",
+        promises=(10,),
+        about="The random numbers of a sampled row depend on its place in the batch.",
+        changes=(
+            Change(
+                "worker/training/prediction/generation.py",
+                'random.Random(f"{seed} {row}") for row in rows',
+                'random.Random(f"{seed} {row}") for row in range(len(rows))',
+            ),
+        ),
+        test=f"{_PREDICTION}::test_sampled_answers_depend_on_seed_and_row_and_not_on_batches",
     ),
 )

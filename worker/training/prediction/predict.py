@@ -55,13 +55,13 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
     encoder = PromptEncoder(setup.tokenizer, options.system_prompt, longest_prompt)
     with _loaded_trainer(run, setup) as trainer:
         model = trainer.accelerator.unwrap_model(trainer.model).eval()
+        scorer = Scorer(run, setup.tokenizer, options)  # its reward models take memory before the batches do
         tokens = options.batch_tokens or answers.batch_tokens or fitting_tokens(model)
         _set_batch_tokens(run, tokens)
         answers.batch_tokens = tokens
         facts = {"rows": total, "total_steps": total, "base_revision": setup.base.revision}
         run.report_config(replaced, loader.initial_run_info(trainer.model, run.machine) | facts)
         generator = Generator(model, setup.tokenizer, _options(run), run.config.seed, lambda: _beat(run))
-        scorer = Scorer(run, setup.tokenizer, options)
         work = _Work(run, answers, encoder, generator, scorer)
         try:
             with trainer.accelerator.autocast():
@@ -180,6 +180,7 @@ class _Work:
 
     def _report_progress(self, *, is_last: bool = False) -> None:
         run, done, now = self._run, self._answers.answered, time.monotonic()
+        run.report_progress("predicting", done, self._total)
         seconds = now - self._reported_at
         if seconds < _SECONDS_BETWEEN_METRICS and not is_last:
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 from anneal.contracts.attempt.failure_report import FailureReport
 from anneal.contracts.attempt.messages import AnomalyDetails
-from anneal.contracts.methods import method_of
+from anneal.contracts.methods import method_of, predict_options
 from anneal.contracts.training_config.raw_config import is_probe
 from app.runs.state.machine import WORKER_LOST
 
@@ -114,6 +114,9 @@ def _out_of_memory(report: FailureReport, config: Mapping[str, Any]) -> Cause:
     sentence = f"{where} ran out of memory while {phase}{usage}."
     if report.killed_by_kernel and last is not None and last.device_mb is not None:
         return Cause(sentence, advice="Add memory to the machine, or run fewer trainings on it at the same time.")
+    if predict_options(config) is not None:
+        advice = "Send a new prediction with fewer `max_new_tokens`, a smaller model, or a device with more memory."
+        return Cause(sentence, advice=advice)
     if config.get("on_out_of_memory") == "stop" and phase not in ("loading", "tokenizing"):
         return Cause(sentence, {"on_out_of_memory": "repair"}, "The run then reduces its micro-batch size itself.")
     method = method_of(config)
