@@ -21,6 +21,8 @@ PREDICTIONS = "predictions.jsonl"
 TABLE = "predictions.parquet"
 _STATE = "prediction_state.json"
 _ROWS_AT_ONCE = 1_000
+_LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""Line ends of Unicode, escaped: `str.splitlines` and others would divide a row at them."""
 _MOST_SECONDS = 60.0
 _PART_OF_TIME = 0.1
 _SAVE_RATIO = 20.0
@@ -182,4 +184,4 @@ def _encoded(row: AnsweredRow) -> bytes:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)

@@ -238,6 +238,14 @@ def test_rows_of_every_format_have_prompt_and_reference(forks: Forks, tiny_model
     assert row["prompt"] == "what is it" and row["prompt_tokens"] > counts["chat"][0]
 
 
+def test_row_with_line_ends_of_unicode_is_one_line(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "what\u2028is\u0085it \u00fc\n?", "answer": "it"}])
+    done = predict(forks, tmp_path / "run", tiny_model, data, data_format="prompt")
+    text = (done.output / "predictions.jsonl").read_text()
+    assert len(text.splitlines()) == 1 and "\u00fc" in text
+    assert json.loads(text)["prompt"] == "what\u2028is\u0085it \u00fc\n?"
+
+
 def test_row_whose_prompt_is_too_long_is_skipped_with_the_reason(
     forks: Forks, tiny_model: Path, tmp_path: Path
 ) -> None:
