@@ -175,7 +175,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_probe_accepts_every_valid_run_request(api: ApiServer, engine: Engine) -> None:
-    assert _OPTIONS.keys() == TrainerOptions.model_fields.keys()
+    assert _OPTIONS.keys() == TrainerOptions.model_fields.keys() - {"predict"}  # of another task
     dataset = make_dataset(engine)
     replaced = (
         "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args", "lr_scheduler_kwargs",
