@@ -19,12 +19,15 @@ class Keys(ApiResource[M]):
         scopes: Sequence[KeyScope] | None = None,
         expires_days: float | None = None,
         max_devices: int | None = None,
+        max_device_hours: float | None = None,
     ) -> KeyCreated:
         """Create a key; `key` of the result is its value, which cannot be read again.
 
-        `max_devices` is the number of devices that its runs may use at a time.
+        `max_devices` is the number of devices that its runs may use at a time, and `max_device_hours` that of the
+        device-hours of a calendar month.
         """
-        body = without_none(name=name, scopes=scopes, expires_days=expires_days, max_devices=max_devices)
+        limits = {"max_devices": max_devices, "max_device_hours": max_device_hours}
+        body = without_none(name=name, scopes=scopes, expires_days=expires_days, **limits)
         return await self._session.post(KeyCreated, "/keys", body)
 
     @stream
@@ -35,12 +38,21 @@ class Keys(ApiResource[M]):
                 yield item
 
     @call
-    async def update(self, key_id: str, *, name: str | None = None, max_devices: int | Unset | None = UNSET) -> KeyView:
-        """Change the name or quota of devices of a key.
+    async def update(
+        self,
+        key_id: str,
+        *,
+        name: str | None = None,
+        max_devices: int | Unset | None = UNSET,
+        max_device_hours: float | Unset | None = UNSET,
+    ) -> KeyView:
+        """Change the name or the limits of a key.
 
-        `max_devices` is the number of devices that its runs may use at a time; None removes the quota.
+        `max_devices` is the number of devices that its runs may use at a time, and `max_device_hours` that of the
+        device-hours of a calendar month; None removes the limit.
         """
-        body = without_none(name=name) | without_unset(max_devices=max_devices)
+        limits = without_unset(max_devices=max_devices, max_device_hours=max_device_hours)
+        body = without_none(name=name) | limits
         return await self._send_patch(KeyView, f"/keys/{key_id}", body)
 
     @call

@@ -90,8 +90,8 @@ class PendingEvent(Event):
     type: Literal["pending"]
     code: str = Field(
         description="`no_worker`, `no_device_of_kind`, `no_worker_with_labels`, `no_gguf_converter`, "
-        "`too_few_hosts`, `no_device_fits`, `devices_paused`, `reserved`, `quota`, `queue_paused`, or of backend `ray` "
-        "one that begins with `ray_`; `queued`: a worker can take the run again."
+        "`too_few_hosts`, `no_device_fits`, `devices_paused`, `reserved`, `quota`, `budget`, `queue_paused`, or of "
+        "backend `ray` one that begins with `ray_`; `queued`: a worker can take the run again."
     )
     message: str = Field(description="The reason in a sentence, with what to do.")
 

@@ -80,8 +80,14 @@ Timestamp = Annotated[datetime, PlainSerializer(format_timestamp, return_type=st
 DeviceQuota = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 """Number of devices that the runs of a key or an experiment may use at a time."""
 
+MonthlyHours = Annotated[float, Field(strict=True, ge=0, le=1e9, allow_inf_nan=False)]
+"""Device-hours that the runs of a key may use in a calendar month."""
+
+
+_LIMITS = {"max_devices", "max_device_hours"}
+
 
 def changed_fields(edit: BaseModel) -> dict[str, Any]:
-    """Return the fields that a request changes: those it contains; null removes a quota and keeps everything else."""
+    """Return the fields that a request changes: those it contains; null removes a limit and keeps everything else."""
     sent = edit.model_dump(exclude_unset=True)
-    return {name: value for name, value in sent.items() if value is not None or name == "max_devices"}
+    return {name: value for name, value in sent.items() if value is not None or name in _LIMITS}

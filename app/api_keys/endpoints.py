@@ -36,7 +36,7 @@ async def get_key(key_id: str, session: Session) -> KeyView:
 
 @router.patch("/{key_id}")
 async def edit_key(key_id: str, body: KeyEdit, session: Session) -> KeyView:
-    """Change the name or the quota of devices (`max_devices`) of a key. Null removes the quota."""
+    """Change the name, quota (`max_devices`) or budget (`max_device_hours`) of a key. Null removes the limit."""
     return KeyView.model_validate(await service.edit_key(session, key_id, body))
 
 

@@ -19,6 +19,7 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.tables.administration.api_keys import ApiKey
+from app.tables.usage import count_budgets
 
 _PREFIX_LENGTH = len("anneal_") + 6
 
@@ -29,7 +30,7 @@ async def create_key(session: AsyncSession, body: KeyCreate, created_by: str) ->
     lasts = None if body.expires_days is None else timedelta(days=body.expires_days)
     row = _key_row(body.name, sorted(set(body.scopes)), stored, lasts)
     row.created_by = created_by
-    row.max_devices = body.max_devices
+    row.max_devices, row.max_device_hours = body.max_devices, body.max_device_hours
     session.add(row)
     await session.flush()
     await session.refresh(row)
@@ -50,11 +51,13 @@ async def get_key(session: AsyncSession, key_id: str) -> ApiKey:
 
 
 async def edit_key(session: AsyncSession, key_id: str, body: KeyEdit) -> ApiKey:
-    """Change the name or the quota of a key; omitted fields stay unchanged. Raises 404 `key_not_found`."""
+    """Change the name, quota or budget of a key; omitted fields stay unchanged. Raises 404 `key_not_found`."""
     row = await get_key(session, key_id)
     for name, value in changed_fields(body).items():
         setattr(row, name, value)
     await session.flush()
+    if "max_device_hours" in body.model_fields_set:  # what was used before counts from now on
+        await session.execute(count_budgets(key_id))
     return row
 
 
@@ -84,6 +87,7 @@ def create_key_sync(
     scopes: Iterable[str],
     expires_in: timedelta | None = None,
     max_devices: int | None = None,
+    max_device_hours: float | None = None,
 ) -> str:
     """Create a key and return it: it cannot be retrieved again. Raises `ValueError` for unknown scopes."""
     sorted_scopes = sorted(set(scopes))
@@ -91,7 +95,7 @@ def create_key_sync(
         raise ValueError(f"scopes must be one or more of {', '.join(SCOPES)}, not {', '.join(sorted_scopes) or 'none'}")
     key, stored = _new_value()
     row = _key_row(name, sorted_scopes, stored, expires_in)
-    row.max_devices = max_devices
+    row.max_devices, row.max_device_hours = max_devices, max_device_hours
     with _sync_session(settings) as session, session.begin():
         session.add(row)
         session.execute(command_entry("keys create", row.id))
@@ -123,7 +127,7 @@ def list_keys_sync(settings: Settings) -> list[KeyView]:
 
 
 def edit_key_sync(settings: Settings, key_id: str, body: KeyEdit) -> KeyView | None:
-    """Change the name or the quota of a key; return None if it does not exist."""
+    """Change the name, quota or budget of a key; return None if it does not exist."""
     with _sync_session(settings) as session, session.begin():
         row = session.get(ApiKey, key_id)
         if row is None:
@@ -131,6 +135,8 @@ def edit_key_sync(settings: Settings, key_id: str, body: KeyEdit) -> KeyView | N
         for name, value in changed_fields(body).items():
             setattr(row, name, value)
         session.flush()
+        if "max_device_hours" in body.model_fields_set:
+            session.execute(count_budgets(key_id))
         session.execute(command_entry("keys edit", key_id))
         return KeyView.model_validate(row)
 

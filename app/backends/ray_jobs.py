@@ -87,7 +87,7 @@ _PENDING = text(f"""
         runs.priority, runs.devices_needed, runs.requirements, runs.pending_reason,
         chosen.added_at IS NOT NULL AS has_job,
         extract(epoch FROM clock_timestamp() - chosen.added_at) AS waits,
-        owners.room AS key_room, owners.max_devices AS key_devices,
+        owners.room AS key_room, owners.max_devices AS key_devices, owners.spent_budget AS key_spent_budget,
         limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name,
         owners.used
     FROM chosen JOIN runs ON runs.id = chosen.id {JOIN_ROOM}

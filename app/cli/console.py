@@ -103,11 +103,12 @@ def command_group(help: str) -> typer.Typer:
     )
 
 
-def new_quota(max_devices: int | None, no_max_devices: bool) -> dict[str, int | None]:
-    """Return the change of the quota of devices that the options ask for; empty if they ask for none."""
-    if no_max_devices and max_devices is not None:
-        raise typer.BadParameter("--no-max-devices contradicts --max-devices; use only one of them.")
-    return {"max_devices": max_devices} if no_max_devices or max_devices is not None else {}
+def new_limit(name: str, value: float | None, is_removed: bool) -> dict[str, Any]:
+    """Return the change of a limit that the options ask for; empty if they ask for none."""
+    if is_removed and value is not None:
+        option = name.replace("_", "-")
+        raise typer.BadParameter(f"--no-{option} contradicts --{option}; use only one of them.")
+    return {name: value} if is_removed or value is not None else {}
 
 
 @contextmanager

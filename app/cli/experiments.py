@@ -13,7 +13,7 @@ from app.cli.console import (
     NoMaxDevices,
     command_group,
     confirm_or_exit,
-    new_quota,
+    new_limit,
     open_client,
     print_details,
     print_json,
@@ -104,7 +104,7 @@ def edit(
 
     Example: `anneal experiments edit exp_01k3x9m6q2v8s4t0w7y5z1a3b9 --name "docstrings, second try" --max-devices 8`
     """
-    quota = new_quota(max_devices, no_max_devices)
+    quota = new_limit("max_devices", max_devices, no_max_devices)
     with open_client() as client:
         changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags, **quota)
         if as_json:

@@ -3,9 +3,10 @@
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Float, Select, and_, cast, func, or_, select
+from sqlalchemy import Date, Float, Select, Update, and_, cast, extract, func, or_, select, update
 from sqlalchemy.orm import Mapped, mapped_column
 
+from app.tables.administration.api_keys import ApiKey
 from app.tables.base import Base
 from app.tables.runs import Attempt, AttemptTimings, Run
 
@@ -48,3 +49,24 @@ def attempts_since(since: Any) -> Any:
     existing = select_attempts().where(or_(Attempt.ended_at.is_(None), Attempt.ended_at > since))
     deleted = select(*DeletedAttempt.__table__.columns).where(DeletedAttempt.ended_at > since)
     return existing.union_all(deleted).subquery("used")
+
+
+def count_budgets(key_id: str | None = None) -> Update:
+    """Count what the keys with a budget, or this one, have used of it since the beginning of the month."""
+    month = func.date_trunc("month", func.now(), "UTC")
+    keys = select(ApiKey.id).where(ApiKey.max_device_hours.is_not(None))
+    if key_id is not None:
+        keys = keys.where(ApiKey.id == key_id)
+    # Those that others are changing are counted the next time: to wait for them could be a deadlock.
+    budgeted = keys.with_for_update(skip_locked=True, key_share=True).cte("budgeted")
+    used = attempts_since(month)
+    seconds = cast(extract("epoch", used.c.ended_at - func.greatest(used.c.started_at, month)), Float)
+    by_key = (
+        select(used.c.created_by, func.sum(used.c.devices * seconds).label("seconds"))
+        .where(used.c.created_by.in_(select(budgeted.c.id)))
+        .group_by(used.c.created_by)
+        .subquery()
+    )
+    counted = {"budget_month": cast(func.timezone("UTC", month), Date), "budget_seconds": by_key.c.seconds}
+    is_new = or_(*(getattr(ApiKey, name).is_distinct_from(value) for name, value in counted.items()))
+    return update(ApiKey).where(ApiKey.id == by_key.c.created_by, is_new).values(**counted)

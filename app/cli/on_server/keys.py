@@ -11,7 +11,7 @@ from app.cli.console import (
     MaxDevices,
     NewMaxDevices,
     NoMaxDevices,
-    new_quota,
+    new_limit,
     open_client,
     print_json,
     print_listing,
@@ -30,6 +30,15 @@ keys = typer.Typer(
     no_args_is_help=True,
 )
 
+MaxDeviceHours = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=1e9,
+        help="Budget: device-hours that its runs may use in a calendar month; once they are used, no run starts. "
+        "Unset: any number.",
+    ),
+]
 KeyId = Annotated[str, typer.Argument(help="Id of the key, from `anneal keys list`.")]
 
 
@@ -51,6 +60,7 @@ def create_key(
         float | None, typer.Option(min=0.001, max=36_500, help="Days until the key expires. Unset: never.")
     ] = None,
     max_devices: MaxDevices = None,
+    max_device_hours: MaxDeviceHours = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it; it cannot be shown again.
@@ -64,10 +74,11 @@ def create_key(
                 scopes=scope,  # type: ignore[arg-type]
                 expires_days=expires_days,
                 max_devices=max_devices,
+                max_device_hours=max_device_hours,
             )
         fields: dict[str, object] = created.model_dump(include={"id", "name", "scopes", "key"})
     else:
-        fields = _create_here(name, scope or ["read", "write"], expires_days, max_devices)
+        fields = _create_here(name, scope or ["read", "write"], expires_days, max_devices, max_device_hours)
     if as_json:
         print_json(fields)
     else:
@@ -75,7 +86,11 @@ def create_key(
 
 
 def _create_here(
-    name: str, scopes: list[str], expires_days: float | None, max_devices: int | None
+    name: str,
+    scopes: list[str],
+    expires_days: float | None,
+    max_devices: int | None,
+    max_device_hours: float | None,
 ) -> dict[str, object]:
     from app.api.authorization import SCOPES
     from app.api_keys.service import create_key_sync, list_keys_sync
@@ -85,14 +100,14 @@ def _create_here(
             raise SetupError(f"Unknown scope {', '.join(sorted(unknown))}; the scopes are {', '.join(SCOPES)}.")
         lasts = None if expires_days is None else timedelta(days=expires_days)
         settings = settings_with_urls()
-        key = create_key_sync(settings, name, scopes, lasts, max_devices)
+        key = create_key_sync(settings, name, scopes, lasts, max_devices, max_device_hours)
         view = next(one for one in list_keys_sync(settings) if key.startswith(one.prefix))
     return {"id": view.id, "name": view.name, "scopes": view.scopes, "key": key}
 
 
 @keys.command("list")
 def list_keys(as_json: AsJson = False) -> None:
-    """List all keys with id, name, scopes, state, prefix and quota of devices.
+    """List all keys with id, name, scopes, state, prefix, quota of devices and budget of device-hours a month.
 
     Example: `anneal keys list`
     """
@@ -104,8 +119,12 @@ def list_keys(as_json: AsJson = False) -> None:
 
         with plain_errors():
             keys_read = list_keys_sync(settings_with_urls())
-    rows = [(key.id, key.name, key.scopes, _key_state(key), f"{key.prefix}…", key.max_devices) for key in keys_read]
-    print_listing(keys_read, False, as_json, ("id", "name", "scopes", "state", "key", "max devices"), rows)
+    rows = [
+        (key.id, key.name, key.scopes, _key_state(key), f"{key.prefix}…", key.max_devices, key.max_device_hours)
+        for key in keys_read
+    ]
+    columns = ("id", "name", "scopes", "state", "key", "max devices", "max hours")
+    print_listing(keys_read, False, as_json, columns, rows)
 
 
 def _key_state(key: "KeyView") -> str:
@@ -122,18 +141,23 @@ def edit_key(
     name: Annotated[str | None, typer.Option(help="New name.")] = None,
     max_devices: NewMaxDevices = None,
     no_max_devices: NoMaxDevices = False,
+    max_device_hours: MaxDeviceHours = None,
+    no_max_device_hours: Annotated[
+        bool, typer.Option("--no-max-device-hours", help="Let its runs use any number of device-hours.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Change the name or the quota of devices of a key; fields that are not given are kept.
+    """Change the name, the quota of devices or the monthly budget of a key; fields that are not given are kept.
 
     Example: `anneal keys edit key_01k… --max-devices 4`
     """
-    quota = new_quota(max_devices, no_max_devices)
+    limits = new_limit("max_devices", max_devices, no_max_devices)
+    limits |= new_limit("max_device_hours", max_device_hours, no_max_device_hours)
     if _is_remote():
         with open_client() as client:
-            changed = client.keys.update(key_id, name=name, **quota)
+            changed = client.keys.update(key_id, name=name, **limits)
     else:
-        changed = _edit_here(key_id, quota if name is None else {"name": name, **quota})
+        changed = _edit_here(key_id, limits if name is None else {"name": name, **limits})
     if as_json:
         print_json(changed)
     else:

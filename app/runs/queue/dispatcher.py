@@ -25,6 +25,7 @@ from app.runs.queue.planning import PlannedQueue, changed_reasons, plan_queue
 from app.runs.state import clock_changes, machine, parts
 from app.tables.events import ensure_partitions
 from app.tables.scheduling import HOLD_SECONDS
+from app.tables.usage import count_budgets
 from app.tables.workers import Worker
 from app.workers.queries import IS_FRESH, silence_seconds
 
@@ -41,7 +42,8 @@ _FIND_WORK = text("""
         EXISTS (SELECT FROM runs WHERE status = 'pending') AS pending_runs,
         EXISTS (SELECT FROM run_parts WHERE ended_at IS NULL) AS open_parts,
         EXISTS (SELECT FROM queue_plan) AS holds,
-        EXISTS (SELECT FROM event_feed_queue) AS feed_events
+        EXISTS (SELECT FROM event_feed_queue) AS feed_events,
+        EXISTS (SELECT FROM api_keys WHERE max_device_hours IS NOT NULL) AS budgets
 """)
 _HINTS_A_ROUND = 100
 _REASONS_A_ROUND = 200
@@ -76,6 +78,7 @@ class RoundWork(NamedTuple):
     open_parts: bool = True
     holds: bool = True
     feed_events: bool = True
+    budgets: bool = True
 
 
 class Dispatcher:
@@ -159,6 +162,8 @@ class Dispatcher:
             await self._job("reaping lost parts of runs", self._reap_parts)
         if now >= self._account_at:
             await self._job("accounting for devices", _account)
+            if work.budgets:
+                await self._job("counting what budgets leave", _count_budgets)
             self._account_at = now + _ACCOUNT_EVERY
         explained = hints = None
         if (work.pending_runs or work.holds) and now >= self._plan_at:
@@ -273,6 +278,10 @@ async def _find_work(connection: AsyncConnection) -> RoundWork:
 
 async def _account(connection: AsyncConnection) -> None:
     await connection.execute(_ACCOUNT)
+
+
+async def _count_budgets(connection: AsyncConnection) -> None:
+    await connection.execute(count_budgets())
 
 
 async def _forget_parts(connection: AsyncConnection) -> None:

@@ -31,7 +31,7 @@ _MOST_SECONDS = 10.0
 """Timeout of a forecast, after which the request that makes it does without."""
 _PAUSES = 5
 """Minimum pause before the next forecast, as a multiple of the last one's duration."""
-_QUOTA = "it waits until the quota of its key or experiment has room"
+_QUOTA = "it waits until the quota of its key or experiment has room, or the budget of its key is renewed"
 
 
 class EtaService:

@@ -247,11 +247,25 @@ def reason_of_quota(run: Any, by_key: int = 0, by_experiment: int = 0) -> Pendin
     `run` has the rooms of `app.runs.queue.order`. Runs before it will take `by_key` devices of that of its key,
     and `by_experiment` of that of its experiment.
     """
+    if run.key_spent_budget is not None:
+        return budget_reason(run.owner, *run.key_spent_budget)
     if run.key_room is not None and run.devices_needed > run.key_room - by_key:
         return quota_reason(run.devices_needed, None, run.key_devices)
     if run.experiment_room is not None and run.devices_needed > run.experiment_room - by_experiment:
         return quota_reason(run.devices_needed, run.experiment_name, run.experiment_devices)
     return None
+
+
+def budget_reason(key_id: str, most: float, used: float, renewed_on: str) -> PendingReason:
+    """Return the reason of a run whose API key has used up its budget of `most` device-hours a month."""
+    # In steps: each change of the number is an event of every run that waits.
+    step = most / 10 or 1.0
+    message = (
+        f"The API key has used at least {used // step * step:,.4g} of its {most:,.4g} device-hours of this month. Its "
+        f"runs that train go on, and no other starts before {renewed_on} 00:00 UTC, when the budget is renewed, unless "
+        f"an admin raises it with `anneal keys edit {key_id} --max-device-hours`."
+    )
+    return PendingReason(code="budget", message=message)
 
 
 def quota_reason(devices: int, experiment: str | None, most: int) -> PendingReason:

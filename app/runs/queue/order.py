@@ -26,6 +26,14 @@ _HELD = """
         GROUP BY 1
     ) AS holders
 """
+_MONTH = "date_trunc('month', now() AT TIME ZONE 'UTC')"
+# The device-hours of the month, those used, and the day on which the next one begins; null while some are left. Without
+# any, the quota of devices is 0: with that, no run starts, and those that train go on.
+_SPENT_BUDGET = f"""
+    CASE WHEN max_device_hours * 3600 <= CASE WHEN budget_month = cast({_MONTH} AS date) THEN budget_seconds ELSE 0 END
+    THEN json_build_array(max_device_hours, CASE WHEN budget_month = cast({_MONTH} AS date) THEN budget_seconds / 3600
+        ELSE 0 END, cast({_MONTH} + interval '1 month' AS date)) END
+"""
 OWNERS = f"""
     WITH RECURSIVE known(owner, priority) AS (
         (SELECT {OWNER}, priority FROM runs WHERE status = 'pending' ORDER BY {OWNER}, priority DESC, id LIMIT 1)
@@ -36,14 +44,18 @@ OWNERS = f"""
         ) AS later
     ),
     held AS MATERIALIZED ({_HELD.format(column="holders.created_by")})
-    SELECT known.owner, known.priority, {_DECAYED} AS used, api_keys.max_devices,
-        CASE WHEN api_keys.max_devices IS NOT NULL THEN api_keys.max_devices
+    SELECT known.owner, known.priority, {_DECAYED} AS used, keys.max_devices, keys.spent_budget,
+        CASE WHEN keys.max_devices IS NOT NULL THEN keys.max_devices
             - coalesce(cast((SELECT devices FROM held) ->> known.owner AS integer), 0) END AS room
     FROM known LEFT JOIN device_usage ON device_usage.owner = known.owner
-        LEFT JOIN api_keys ON api_keys.id = known.owner
+        LEFT JOIN (
+            SELECT id, {_SPENT_BUDGET} AS spent_budget,
+                CASE WHEN {_SPENT_BUDGET} IS NULL THEN max_devices ELSE 0 END AS max_devices
+            FROM api_keys
+        ) AS keys ON keys.id = known.owner
 """
 """Owners of pending runs: the highest `priority` of these, `used` device-seconds, and `room` devices that the quota of
-the key leaves, or null."""
+the key leaves, or null; `spent_budget` if its budget is used up."""
 LIMITED = f"""
     WITH held AS MATERIALIZED ({_HELD.format(column="holders.experiment_id")})
     SELECT id, name, max_devices,
@@ -60,7 +72,7 @@ WAITING_COLUMNS = f"""
     runs.hosts_needed = 1 OR NOT EXISTS (
         SELECT FROM run_parts WHERE run_parts.run_id = runs.id AND run_parts.ended_at IS NULL
     ) AS is_ready,
-    owners.used, owners.room AS key_room, owners.max_devices AS key_devices,
+    owners.used, owners.room AS key_room, owners.max_devices AS key_devices, owners.spent_budget AS key_spent_budget,
     limited.room AS experiment_room, limited.max_devices AS experiment_devices, limited.name AS experiment_name
 """
 """Columns of a query with `JOIN_ROOM`, of which `waiting_run` makes a run of the policy."""

@@ -1,8 +1,8 @@
 """Table of API keys."""
 
-from datetime import datetime
+from datetime import date, datetime
 
-from sqlalchemy import CheckConstraint, ForeignKey, Text, func
+from sqlalchemy import CheckConstraint, ForeignKey, Text, func, text
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -16,6 +16,7 @@ class ApiKey(Owned, Base):
     __table_args__ = (
         CheckConstraint("octet_length(digest) = 64", name="digest_is_sha256_hex"),
         CheckConstraint("max_devices >= 0", name="max_devices_positive"),
+        CheckConstraint("max_device_hours >= 0", name="max_device_hours_positive"),
         CheckConstraint("scopes <@ ARRAY['read','write','admin']", name="scopes_known"),
     )
 
@@ -26,6 +27,12 @@ class ApiKey(Owned, Base):
     scopes: Mapped[list[str]] = mapped_column(ARRAY(Text))
     max_devices: Mapped[int | None]
     """Devices that the runs of its owner may use at a time; null: any number."""
+    max_device_hours: Mapped[float | None]
+    """Budget: device-hours of a calendar month, in UTC, after which no further run starts; null: none."""
+    budget_month: Mapped[date | None]
+    """First day of the month to which `budget_seconds` belongs."""
+    budget_seconds: Mapped[float] = mapped_column(server_default=text("0"))
+    """Device-seconds that its runs have used in that month, as of the last count (`app.tables.usage.count_budgets`)."""
     expires_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]

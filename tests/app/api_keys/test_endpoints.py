@@ -42,6 +42,8 @@ def test_a_key_is_shown_once_and_works_until_it_is_revoked(api: ApiServer) -> No
         ({"name": "x", "expires_days": 0}, "expires_days"), ({"name": "x", "expires_days": 1e300}, "expires_days"),
         ({"name": "x", "key": "anneal_mine"}, "key"), ({"name": "x", "max_devices": -1}, "max_devices"),
         ({"name": "x", "max_devices": 1_000_001}, "max_devices"), ({"name": "x", "max_devices": True}, "max_devices"),
+        ({"name": "x", "max_device_hours": -1}, "max_device_hours"),
+        ({"name": "x", "max_device_hours": "4"}, "max_device_hours"),
     ],
 )  # fmt: skip
 def test_invalid_key_request_is_refused(shared_api: ApiServer, body: object, field: str) -> None:
@@ -50,12 +52,16 @@ def test_invalid_key_request_is_refused(shared_api: ApiServer, body: object, fie
 
 
 def test_a_change_keeps_what_it_does_not_name_and_null_removes_the_quota(api: ApiServer) -> None:
-    answer = api.client.post("/v1/keys", json={"name": "laptop", "scopes": ["read"], "max_devices": 4})
+    answer = api.client.post(
+        "/v1/keys", json={"name": "laptop", "scopes": ["read"], "max_devices": 4, "max_device_hours": 9}
+    )
     path, current = answer.headers["location"], answer.json()
     key = current.pop("key")
     assert current["max_devices"] == 4 and api.client.get(path).json() == current
     for change, expected in (
         ({"name": "tower"}, {"name": "tower"}), ({"max_devices": 0}, {"max_devices": 0}), ({"name": None}, {}),
+        ({"max_device_hours": 0.5}, {"max_device_hours": 0.5}),
+        ({"max_device_hours": None}, {"max_device_hours": None}),
         ({}, {}), ({"max_devices": None, "name": "any"}, {"max_devices": None, "name": "any"}),
     ):  # fmt: skip
         changed = api.client.patch(path, json=change)

@@ -280,6 +280,14 @@ class TestSubmission:
         await jobs.do_round()
         assert set(ray.submissions[1:]) == {job(submitted, 1), job(new)}
 
+    async def test_a_key_that_has_used_its_budget_gets_no_job(
+        self, jobs: RayJobs, ray: RayServer, engine: Engine
+    ) -> None:
+        run_id = add(engine, created_by=add_key(engine, 4))
+        execute(engine, "UPDATE api_keys SET max_device_hours = 0")
+        await jobs.do_round()
+        assert ray.submissions == [] and waits_because(engine, run_id)[0] == "budget"
+
     async def test_a_quota_counts_the_jobs_that_are_submitted(
         self, jobs: RayJobs, ray: RayServer, engine: Engine
     ) -> None:

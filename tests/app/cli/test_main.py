@@ -89,7 +89,7 @@ class TestKeys:
         assert "laptop" in listed and "read" in listed and "expires" in listed
         assert key not in listed
         header, line = listed.splitlines()
-        assert header.split() == ["ID", "NAME", "SCOPES", "STATE", "KEY", "MAX", "DEVICES"]
+        assert header.split() == ["ID", "NAME", "SCOPES", "STATE", "KEY", "MAX", "DEVICES", "MAX", "HOURS"]
         key_id = line.split()[0]
         assert anneal("keys", "revoke", key_id, **servers).stdout.strip() == f"{key_id} is revoked."
         assert "revoked" in anneal("keys", "list", **servers).stdout
@@ -109,14 +109,14 @@ class TestKeys:
         created = json.loads(
             anneal("keys", "create", "laptop", "--scope", "read", "--max-devices", "1", "--json", **servers).stdout
         )
-        assert anneal("keys", "list", **servers).stdout.endswith("…  1\n")
+        assert anneal("keys", "list", **servers).stdout.endswith("…  1            -\n")
         changed = anneal("keys", "edit", created["id"], "--max-devices", "4", **servers).stdout
         assert changed == f"{created['id']} is changed.\n"
         shown = json.loads(anneal("keys", "edit", created["id"], "--name", "tower", "--json", **servers).stdout)
         assert (shown["name"], shown["max_devices"], shown["scopes"]) == ("tower", 4, ["read"])
-        assert anneal("keys", "list", **servers).stdout.endswith("…  4\n")
+        assert anneal("keys", "list", **servers).stdout.endswith("…  4            -\n")
         assert anneal("keys", "edit", created["id"], "--no-max-devices", **servers).returncode == 0
-        assert anneal("keys", "list", **servers).stdout.endswith("…  -\n")
+        assert anneal("keys", "list", **servers).stdout.endswith("…  -            -\n")
         assert anneal("audit", "--resource", created["id"], **servers).stdout.count("CLI keys edit") == 3
         assert "name: " in refused(anneal("keys", "edit", created["id"], "--name", "", **servers))
         assert "`anneal keys list`" in refused(anneal("keys", "edit", "key_none", "--name", "x", **servers))
@@ -134,8 +134,10 @@ class TestKeys:
         assert created["key"] not in anneal("keys", "list", **there).stdout
         edit = ("keys", "edit", created["id"], "--json")
         assert json.loads(anneal(*edit, "--max-devices", "4", **there).stdout)["max_devices"] == 4
-        assert "…  4\n" in anneal("keys", "list", **there).stdout
+        assert "…  4            -\n" in anneal("keys", "list", **there).stdout
         assert json.loads(anneal(*edit, "--no-max-devices", **there).stdout)["max_devices"] is None
+        assert json.loads(anneal(*edit, "--max-device-hours", "40", **there).stdout)["max_device_hours"] == 40
+        assert json.loads(anneal(*edit, "--no-max-device-hours", **there).stdout)["max_device_hours"] is None
         assert anneal("keys", "revoke", created["id"], **there).stdout.strip() == f"{created['id']} is revoked."
         listed = json.loads(anneal("keys", "list", "--json", **there).stdout)["data"]
         assert [key["id"] for key in listed if key["revoked_at"]] == [created["id"]]

@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from anneal.contracts.field_types import DeviceQuota, Timestamp
+from anneal.contracts.field_types import DeviceQuota, MonthlyHours, Timestamp
 from anneal.contracts.schemas.runs.common import Label
 
 KeyScope = Literal["read", "write", "admin"]
 
 _VIEW: dict[str, JsonValue] = {
     "id": "key_01k3x9m6q2v8s4t0w7y5z1a3b5", "name": "laptop", "prefix": "anneal_9f2KcQ", "scopes": ["read", "write"],
-    "max_devices": 4, "created_at": "2026-01-02T03:04:05.678Z", "expires_at": "2026-04-02T03:04:05.678Z",
-    "last_used_at": None, "revoked_at": None,
+    "max_devices": 4, "max_device_hours": 500.0, "created_at": "2026-01-02T03:04:05.678Z",
+    "expires_at": "2026-04-02T03:04:05.678Z", "last_used_at": None, "revoked_at": None,
 }  # fmt: skip
 
 
@@ -38,6 +38,11 @@ class KeyCreate(BaseModel):
         description="Devices that the runs of the key may use at a time; null: any number. A run that would exceed the "
         "quota waits; with 0 none starts.",
     )
+    max_device_hours: MonthlyHours | None = Field(
+        default=None,
+        description="Budget: device-hours that the runs of the key may use in a calendar month, in UTC; null: any "
+        "number. Once they are used, none starts until the next month; runs that train go on.",
+    )
     expires_days: float | None = Field(
         default=None, ge=0.001, le=36_500, allow_inf_nan=False, description="Days until it expires; null: never."
     )
@@ -56,6 +61,11 @@ class KeyEdit(BaseModel):
         description="Devices that the runs of the key may use at a time; null removes the quota. Runs that use more "
         "already continue.",
     )
+    max_device_hours: MonthlyHours | None = Field(
+        default=None,
+        description="Device-hours that the runs of the key may use in a calendar month; null removes the budget. What "
+        "they have used already counts.",
+    )
 
 
 class KeyView(BaseModel):
@@ -68,6 +78,7 @@ class KeyView(BaseModel):
     prefix: str = Field(description="First characters of the key, to recognize it by.")
     scopes: list[KeyScope]
     max_devices: int | None = Field(description="Devices that its runs may use at a time; null: any number.")
+    max_device_hours: float | None = Field(description="Device-hours of its runs in a month; null: any number.")
     created_at: Timestamp
     expires_at: Timestamp | None
     last_used_at: Timestamp | None

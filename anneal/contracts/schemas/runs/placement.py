@@ -207,6 +207,7 @@ class PendingReason(BaseModel):
         "devices_paused",
         "reserved",
         "quota",
+        "budget",
         "queue_paused",
         "ray_not_configured",
         "ray_unreachable",
@@ -220,8 +221,8 @@ class PendingReason(BaseModel):
         "`no_gguf_converter`, `too_few_hosts`, `no_device_fits`: none, or too few, meet its requirements; "
         "`devices_paused`: those that do are paused after an error, or while other programs use their memory; "
         "`reserved`: a worker, or several, keep the devices that it needs until enough of them are free; `quota`: its "
-        "key or experiment uses as many devices as it may, or the rest is kept for a run before it; `queue_paused`: an "
-        "admin has paused the queue. `queued` (events "
+        "key or experiment uses as many devices as it may, or the rest is kept for a run before it; `budget`: its key "
+        "has used the device-hours of the month; `queue_paused`: an admin has paused the queue. `queued` (events "
         "only): a worker can take it again. "
         "Of backend `ray`: `ray_not_configured`: the API has no `ANNEAL_RAY_URL`; `ray_unreachable`: the cluster does "
         "not respond; `ray_queued`: others wait for the cluster first; `ray_placing`: Ray has its job, and waits for a "

@@ -157,7 +157,7 @@ def test_a_quota_delays_the_predicted_start_of_the_runs_that_it_limits(settings:
     assert second_prediction.start_at == first_prediction.finish_at, (
         "it is not claimed before, although devices are free"
     )
-    assert second_prediction.basis.startswith("It waits until the quota of its key or experiment has room; ")
+    assert second_prediction.basis.startswith("It waits until the quota of its key or experiment has room, ")
     mark_run(engine, first.id, total_steps=None, config={**CONFIG, "base_model": "unlike"})
     with engine.begin() as connection:
         connection.execute(text("DELETE FROM run_timings"))
