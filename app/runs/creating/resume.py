@@ -100,7 +100,7 @@ def _refuse_changes_of_prediction(parent: Run, request: RunResume) -> None:
     names = [f"config.{name}" for name in sorted(request.config)]
     names += [] if request.stop_after_steps is None else ["stop_after_steps"]
     names += [] if request.resources is None or request.resources.devices == 1 else ["resources.devices"]
-    message = "cannot change when a prediction is resumed; create a new one with POST /v1/runs/predict"
+    message = "cannot change when a prediction is resumed; create a new prediction with other values"
     if parent.status == "completed" and request.from_ is None:
         what = f"Run {parent.id} has answered all rows; send" + ' {"from": "start"} to answer them again.'
         raise ApiError(422, "nothing_left_to_train", what)
