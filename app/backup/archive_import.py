@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, delete, select, text
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from anneal.contracts.run_status import TERMINAL
@@ -33,6 +33,7 @@ from app.infra.ids import id_at, is_id
 from app.infra.storage import Storage
 from app.tables import migrate
 from app.tables.runs import RunDeletion
+from app.tables.usage import DeletedAttempt
 
 _PREFIXES = {KEYS: "key", EXPERIMENTS: "exp", DATASETS: "ds", RUNS: "run"}
 _IDENTITY = {
@@ -187,6 +188,8 @@ class ImportJob:
                 f"{len(conflicts)} ids of the archive belong to something else in this service, or have changed there: "
                 f"{named}. Nothing was imported: export without them (`--run`, `--experiment`), or delete them here."
             )
+        # Their usage is that of the runs again.
+        connection.execute(delete(DeletedAttempt).where(DeletedAttempt.run_id.in_(self._new[RUNS])))
         deleting = select(RunDeletion.run_id).where(RunDeletion.run_id.in_(self._new[RUNS]))
         if deleted := list(connection.scalars(deleting)):
             raise SetupError(

@@ -83,7 +83,9 @@ async def delete_rows(session: AsyncSession, runs: Select[str]) -> None:
     await session.execute(text(ENQUEUE_DELETED))
     # Usage counts them from now on by these rows.
     used = select_attempts().where(Run.id.in_(runs))
-    await session.execute(insert(DeletedAttempt).from_select([*DeletedAttempt.__table__.columns.keys()], used))
+    # A run that was deleted before, and imported again, has rows already.
+    columns = [*DeletedAttempt.__table__.columns.keys()]
+    await session.execute(insert(DeletedAttempt).from_select(columns, used).on_conflict_do_nothing())
     # Before the runs: of two that are deleted together, one may be the reward model of the other.
     await session.execute(delete(RunRewardModel).where(RunRewardModel.run_id.in_(runs)))
     await session.execute(delete(Run).where(Run.id.in_(runs)))

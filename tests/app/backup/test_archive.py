@@ -15,6 +15,7 @@ import pytest
 from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import OperationalError
 
+from app.api_keys.service import create_key_sync
 from app.backup.archive_import import ImportedArchive, ImportJob
 from app.backup.export import CreatedArchive, ExportJob
 from app.backup.tables import TABLES
@@ -29,6 +30,7 @@ from app.tables.runs import Run
 from tests.app.backup.conftest import ROWS, Quiet, Service
 from tests.factories import Trainer, make_experiment, make_run
 from tests.server import ThreadServer
+from tests.waiting import eventually
 
 Members = dict[str, bytes]
 
@@ -102,6 +104,31 @@ def test_second_import_adds_what_is_new_only_and_keys_only_on_request(
     assert again.added == {"api_keys": again.added["api_keys"], "experiments": 0, "datasets": 0, "runs": 0}
     assert again.added["api_keys"] > 0 and again.files == 0
     assert Storage(target).journal_path(ended.run_id).stat().st_ino == before
+
+
+def test_run_that_was_deleted_is_imported_again_counts_its_usage_once_and_can_be_deleted_again(
+    ended: Service, archive: Path, target: Settings
+) -> None:
+    import_into(target, archive)
+    key = create_key_sync(target, "admin", ["admin"])
+    usage = []
+    with ThreadServer(target) as api, api.client_with(key) as client:
+        for _ in range(2):
+            usage.append(client.get("/v1/usage", params={"from": "2020-01-01"}).json()["total"])
+            assert client.delete(f"/v1/runs/{ended.run_id}").status_code == 204
+            usage.append(client.get("/v1/usage", params={"from": "2020-01-01"}).json()["total"])
+            eventually(lambda: not Storage(target).run_dir(ended.run_id).exists(), what="its files are removed")
+            eventually(lambda: _is_imported_again(target, archive), what="the run is imported again")
+        assert client.delete(f"/v1/runs/{ended.run_id}").status_code == 204
+    assert usage == [usage[0]] * 4 and usage[0]["device_hours"] > 0, usage
+
+
+def _is_imported_again(target: Settings, archive: Path) -> bool:
+    try:
+        return import_into(target, archive).added["runs"] == 1
+    except SetupError as error:  # the deletion goes on
+        assert "import again in a few minutes" in str(error)
+        return False
 
 
 def test_runs_that_have_not_ended_are_left_out_and_named(ended: Service, tmp_path: Path) -> None:
