@@ -44,26 +44,30 @@ def select_attempts() -> Select[*tuple[Any, ...]]:
     return query.join(Run, Run.id == Attempt.run_id).outerjoin(AttemptTimings, timed)
 
 
-def attempts_since(since: Any) -> Any:
-    """Return a subquery of the attempts of all runs that have not ended before a time, those of deleted runs too."""
+def attempts_since(since: Any, keys: Select[tuple[str]] | None = None) -> Any:
+    """Return a subquery of the attempts of all runs, or of those of `keys`, that have not ended before a time.
+
+    Attempts of deleted runs are among them.
+    """
     existing = select_attempts().where(or_(Attempt.ended_at.is_(None), Attempt.ended_at > since))
     deleted = select(*DeletedAttempt.__table__.columns).where(DeletedAttempt.ended_at > since)
+    if keys is not None:
+        existing, deleted = existing.where(Run.created_by.in_(keys)), deleted.where(DeletedAttempt.created_by.in_(keys))
     return existing.union_all(deleted).subquery("used")
 
 
 def count_budgets(key_id: str | None = None) -> Update:
     """Count what the keys with a budget, or this one, have used of it since the beginning of the month."""
     month = func.date_trunc("month", func.now(), "UTC")
-    keys = select(ApiKey.id).where(ApiKey.max_device_hours.is_not(None))
+    keys = select(ApiKey.id).where(ApiKey.max_device_hours.is_not(None), ApiKey.revoked_at.is_(None))
     if key_id is not None:
         keys = keys.where(ApiKey.id == key_id)
     # Those that others are changing are counted the next time: to wait for them could be a deadlock.
     budgeted = keys.with_for_update(skip_locked=True, key_share=True).cte("budgeted")
-    used = attempts_since(month)
-    seconds = cast(extract("epoch", used.c.ended_at - func.greatest(used.c.started_at, month)), Float)
+    used = attempts_since(month, select(budgeted.c.id))
+    seconds = func.greatest(cast(extract("epoch", used.c.ended_at - func.greatest(used.c.started_at, month)), Float), 0)
     by_key = (
         select(used.c.created_by, func.sum(used.c.devices * seconds).label("seconds"))
-        .where(used.c.created_by.in_(select(budgeted.c.id)))
         .group_by(used.c.created_by)
         .subquery()
     )
