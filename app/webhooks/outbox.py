@@ -26,13 +26,16 @@ _RUN = f"""json_build_object(
 )"""
 
 # Without enabled webhooks, the first condition ends the statement before it joins anything. The second one leaves out
-# the history of imported runs; the clocks of workers may be behind.
+# the history of imported runs; the clocks of workers may be behind. The lock keeps a webhook from being deleted between
+# this read and the check of the foreign key.
 ENQUEUE_TAKEN = f"""
     INSERT INTO webhook_deliveries (id, webhook_id, type, run_id, seq, ts, event, run)
     SELECT {NEW_DELIVERY_ID}, w.id, e.type, e.run_id, e.seq, e.ts, e.data, {_RUN}
     FROM (SELECT * FROM taken ORDER BY position) AS taken
     JOIN run_events AS e USING (run_id, seq) JOIN runs AS r ON r.id = e.run_id
-    JOIN webhooks AS w ON w.enabled AND e.type = ANY (w.types)
+    JOIN (
+        SELECT * FROM webhooks WHERE enabled AND EXISTS (SELECT FROM taken) ORDER BY id FOR KEY SHARE
+    ) AS w ON e.type = ANY (w.types)
     WHERE EXISTS (SELECT FROM webhooks WHERE enabled)
         AND e.ts > w.created_at - interval '1 hour'
         AND coalesce(r.experiment_id = w.filter ->> 'experiment_id', true)
@@ -45,10 +48,16 @@ ENQUEUE_TAKEN = f"""
 """SQL that inserts the deliveries of the events in `taken` (position, run_id, seq), a common table expression."""
 
 ENQUEUE_DELETED = f"""
-    WITH taken AS (
-        DELETE FROM event_feed_queue WHERE run_id IN (SELECT run_id FROM run_deletions)
+    WITH waiting AS (
+        SELECT position FROM event_feed_queue WHERE run_id IN (SELECT run_id FROM run_deletions)
+        FOR UPDATE SKIP LOCKED
+    ), taken AS (
+        DELETE FROM event_feed_queue WHERE position IN (SELECT position FROM waiting)
         RETURNING position, run_id, seq
     )
     {ENQUEUE_TAKEN}
 """
-"""SQL that inserts the deliveries of runs that are about to be deleted, of events which the feed has not numbered."""
+"""SQL that inserts the deliveries of runs that are about to be deleted, of events which the feed has not numbered.
+
+It leaves out those that a round is just numbering, with their deliveries: to wait for them could be a deadlock.
+"""

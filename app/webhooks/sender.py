@@ -32,6 +32,7 @@ _ATTEMPT_SECONDS = 60
 """Time after which an attempt counts as lost: four times the limit for a response."""
 _KEPT_DAYS = 30
 _PRUNE_EVERY = 3600.0
+_PRUNED_AT_ONCE = 20_000
 
 _CLAIM = text(
     f"""
@@ -60,8 +61,10 @@ _RECORD_SUCCESS = text(
         UPDATE webhook_deliveries SET status = 'delivered', response_status = :response_status, error = NULL,
             finished_at = clock_timestamp(), next_attempt_at = NULL
         WHERE id = :id
+        RETURNING webhook_id
     )
-    UPDATE webhooks SET failing_since = NULL, last_error = NULL WHERE id = :webhook_id AND failing_since IS NOT NULL
+    UPDATE webhooks SET failing_since = NULL, last_error = NULL
+    WHERE id IN (SELECT webhook_id FROM delivered) AND failing_since IS NOT NULL
     """
 )
 # Without effect on a delivery of which a later attempt is under way.
@@ -82,7 +85,8 @@ _RECORD_FAILURE = text(
 _PRUNE = text(
     f"""
     DELETE FROM webhook_deliveries WHERE id IN (
-        SELECT id FROM webhook_deliveries WHERE finished_at < now() - interval '{_KEPT_DAYS} days' LIMIT 20000
+        SELECT id FROM webhook_deliveries WHERE finished_at < now() - interval '{_KEPT_DAYS} days'
+        LIMIT {_PRUNED_AT_ONCE}
     )
     """
 )
@@ -119,12 +123,19 @@ class WebhookSender:
                 self._attempt_ended.clear()
                 await self._start_attempts()
                 if time.monotonic() >= self._prune_at:
-                    await self._execute(_PRUNE)
+                    await self._prune()
                     self._prune_at = time.monotonic() + _PRUNE_EVERY
             except Exception as error:  # without this loop nothing would be sent again
                 _log_failure("looking for deliveries", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._attempt_ended.wait(), self._interval)
+
+    async def _prune(self) -> None:
+        """Delete old deliveries, in transactions of limited size."""
+        deleted = _PRUNED_AT_ONCE
+        while deleted == _PRUNED_AT_ONCE:
+            async with self._engine.begin() as connection:
+                deleted = (await connection.execute(_PRUNE)).rowcount
 
     async def _start_attempts(self) -> None:
         in_flight = Counter(self._attempts.values())

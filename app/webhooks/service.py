@@ -90,7 +90,9 @@ async def edit_webhook(session: AsyncSession, settings: Settings, webhook_id: st
     if body.filter is not None:
         changes["filter"] = _filter_values(body.filter)
     webhook = await get_webhook(session, webhook_id)
-    await _check(session, {"types": webhook.types, "filter": webhook.filter, **changes}, problem)
+    # Only the fields of the request: the experiment of a stored filter may be deleted by now.
+    values = {"types": webhook.types, "filter": {"status": webhook.filter.get("status")}, **changes}
+    await _check(session, values, problem)
     for name, value in changes.items():
         setattr(webhook, name, value)
     await session.flush()
@@ -115,9 +117,10 @@ async def rotate_secret(session: AsyncSession, settings: Settings, webhook_id: s
         previous = ((await find_secret(session, settings, name)) or "").split()
     except ApiError:  # a key of the key file is lost, and with it what it encrypted
         previous = []
-    # Of a rotation that is repeated because its answer was lost, no receiver has the secret.
+    # A rotation whose answer was lost is repeated: of its secret no receiver knows, but of the one before.
     is_repeated = webhook.previous_secret_until is not None and webhook.previous_secret_until > now
-    await put_own_secret(session, settings, name, " ".join([secret, *previous[: 2 if is_repeated else 1]]), key_id)
+    signing = [previous[0], previous[-1]] if previous and is_repeated else previous[:1]
+    await put_own_secret(session, settings, name, " ".join(dict.fromkeys([secret, *signing])), key_id)
     webhook.previous_secret_until = now + _OVERLAP
     await session.flush()
     return webhook, secret

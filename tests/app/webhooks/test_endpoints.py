@@ -41,6 +41,17 @@ def test_webhook_is_created_changed_and_deleted_with_its_secret(emptied_api: Api
     assert client.get(f"{path}/deliveries").status_code == 404
 
 
+def test_webhook_whose_experiment_is_deleted_can_be_disabled(emptied_api: ApiServer) -> None:
+    client = emptied_api.client
+    experiment = client.post("/v1/experiments", json={"name": "ends"}).json()["id"]
+    filtered = {"url": URL, "filter": {"experiment_id": experiment}}
+    path = client.post("/v1/webhooks", json=filtered).headers["location"]
+    assert client.delete(f"/v1/experiments/{experiment}").status_code == 204
+    assert client.patch(path, json={"enabled": False}).json()["enabled"] is False
+    refused = client.patch(path, json={"filter": filtered["filter"]})
+    assert refused.json()["errors"][0]["code"] == "experiment_not_found"
+
+
 def test_secrets_of_webhooks_are_neither_listed_nor_deleted_as_those_of_runs(emptied_api: ApiServer) -> None:
     client = emptied_api.client
     webhook_id = client.post("/v1/webhooks", json={"url": URL}).json()["id"]
