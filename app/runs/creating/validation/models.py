@@ -240,6 +240,11 @@ async def lock_models(session: AsyncSession, config: Mapping[str, Any], plan: Ru
     if plan.base_run_id is not None:
         used.append(("base_model", plan.base_run_id, "base"))
     used += [(name, run_id, role) for name, run_id, role in models_of(config) if run_id in plan.reward_run_ids]
+    # In one order for all requests, as the deletion of an experiment locks its runs.
+    ids = sorted({run_id for _, run_id, _ in used})
+    await session.execute(
+        select(Run.id).where(Run.id.in_(ids)).order_by(Run.id).with_for_update(read=True, key_share=True)
+    )
     for name, run_id, role in used:
         try:
             await _output_attempt(session, run_id, role)
