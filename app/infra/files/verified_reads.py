@@ -22,6 +22,8 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_DIGEST_BYTES = 64 * 2**20
 """Memory for digests, enough for those of files of 2 TiB together."""
 _READS, _READ_WAIT_SECONDS = 4, 60.0
+_MAX_COMPARISONS = 8
+"""Comparisons at the same time; each goes on when its request has ended."""
 
 
 class CorruptContent(OSError):
@@ -145,6 +147,8 @@ class VerifiedReads:
 
     async def _compare_or_join(self, file: StoredFile, sha256: str) -> bytes:
         if (comparing := self._comparing.get(sha256)) is None:
+            if len(self._comparing) >= _MAX_COMPARISONS:
+                raise StoreBusy("other files are being compared with their SHA-256")
             comparing = self._comparing[sha256] = asyncio.create_task(self._compare(file, sha256), name="comparison")
             comparing.add_done_callback(lambda ended: self._end_comparison(sha256, ended))
         done, _ = await asyncio.wait({comparing}, timeout=self._patience)
