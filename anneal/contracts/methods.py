@@ -226,8 +226,9 @@ class Method:
 
     @property
     def mixes_rows(self) -> bool:
-        """True if the loss of a row depends on the other rows of its micro-batch."""
-        return self.min_batch_size > 1 or self.averages_tokens
+        """True if what is learned of a row depends on how the rows of a step are divided into micro-batches."""
+        # With a teacher, a fraction of the micro-batches has generated answers.
+        return self.min_batch_size > 1 or self.averages_tokens or self.has_teacher
 
     @property
     def is_supervised(self) -> bool:
