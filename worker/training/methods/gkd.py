@@ -7,6 +7,7 @@ where it goes itself. Paper: https://arxiv.org/abs/2306.13649.
 import functools
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -40,6 +41,8 @@ class DivergenceTrainer(SFTTrainer):  # type: ignore[misc]
         super().__init__(**options)
         self.teacher = teacher
         self.aux_loss_enabled = False  # the teacher is all that is learned
+        # The loss divides by the tokens of the step itself, whatever the model's own loss takes.
+        self.model_accepts_loss_kwargs = True
         _add_divergence(self.accelerator.unwrap_model(self.model), teacher, beta)
 
     def compute_loss(
@@ -110,6 +113,10 @@ class DistillationTrainer(ServiceTrainerMixin, DivergenceTrainer):
             )
         teacher = load_teacher(run, run.job.teacher, options["processing_class"], max_length)
         super().__init__(run, teacher=teacher, beta=self.options.beta, **options)
+        student = self.accelerator.unwrap_model(self.model)
+        network = student.get_base_model() if hasattr(student, "get_base_model") else student
+        # Generating takes long, so each token sends a heartbeat, as with the teacher.
+        network.register_forward_pre_hook(lambda *_: run.report.alive())
         self._pending: list[Any] = []
         """Micro-batches of the next step, before answers have been generated for it."""
         self._items: int | None = None
@@ -144,7 +151,9 @@ class DistillationTrainer(ServiceTrainerMixin, DivergenceTrainer):
             )
         ]
         writer = self.accelerator.unwrap_model(self.model) if is_own else self.teacher
-        with evaluation_mode(writer), torch.no_grad(), self.accelerator.autocast():
+        # The teacher is loaded in the data type that it computes in.
+        autocast = self.accelerator.autocast() if is_own else nullcontext()
+        with evaluation_mode(writer), torch.no_grad(), autocast:
             texts = self._generate_answers(writer, prompts)
         self._metrics["train"]["completions/mean_length"].append(sum(map(len, texts)) / len(texts))
         written = self.data_collator(
@@ -168,8 +177,18 @@ class DistillationTrainer(ServiceTrainerMixin, DivergenceTrainer):
             max_new_tokens=min(self.options.max_completion_length, room),
             do_sample=True,
             temperature=self.options.temperature,
+            # Without effect: a value that is not set is that of the model's published configuration.
             top_k=0,
             top_p=1.0,
+            min_p=0.0,
+            typical_p=1.0,
+            epsilon_cutoff=0.0,
+            eta_cutoff=0.0,
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             use_cache=True,
             eos_token_id=ends,
             pad_token_id=filler,

@@ -104,6 +104,23 @@ def test_a_model_comes_closer_to_its_teacher_with_answers_that_are_generated(
     load_output(done.output, models[0])
 
 
+def test_generated_answers_do_not_depend_on_published_generation_options(
+    forks: Forks, models: tuple[Path, Path], chats: Path, tmp_path: Path
+) -> None:
+    options = {
+        "repetition_penalty": 5.0, "min_p": 0.9, "typical_p": 0.2, "num_beams": 2, "return_dict_in_generate": True,
+    }  # fmt: skip
+    published = [shutil.copytree(model, tmp_path / model.name) for model in models]
+    for folder in published:
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | options))
+    plain, other = (
+        losses(forks.run(distillation(tmp_path / name, *pair, chats, {"seq_kd": True}, lora_r=None, max_steps=3)))
+        for name, pair in (("plain", models), ("other", published))
+    )
+    assert plain == other
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(
     forks: Forks, models: tuple[Path, Path], chats: Path, tmp_path: Path
 ) -> None:
