@@ -13,8 +13,8 @@ from worker.training.prediction.generation import Answer
 from worker.training.prediction.rows import Prompt
 
 Scores = dict[str, float | None]
-Compare = Callable[[str, str], float]
-"""Value of a score for a text and its reference."""
+Compare = Callable[[str, str], float | None]
+"""Value of a score for a text and its reference; None: the reference is none for this score."""
 
 
 @cache
@@ -26,7 +26,8 @@ def _comparisons() -> Mapping[str, Compare]:
     rouge, bleu, chrf = RougeScorer(["rougeL"]), _corpus_metric("bleu", effective_order=True), _corpus_metric("chrf")
     return {
         "exact_match": lambda text, reference: float(text.strip() == reference.strip()),
-        "contains": lambda text, reference: float(reference.strip() in text),
+        # Every text contains an empty one.
+        "contains": lambda text, reference: float(reference.strip() in text) if reference.strip() else None,
         "rouge_l": lambda text, reference: float(rouge.score(reference, text)["rougeL"].fmeasure),
         "bleu": lambda text, reference: float(bleu.sentence_score(text, [reference]).score),
         "chrf": lambda text, reference: float(chrf.sentence_score(text, [reference]).score),

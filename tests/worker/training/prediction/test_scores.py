@@ -110,6 +110,13 @@ def test_rewards_and_a_reward_model_score_answers(forks: Forks, tiny_model: Path
     )
 
 
+def test_empty_reference_is_contained_in_no_answer(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "what", "answer": answer} for answer in (" ", "row")])
+    done = predict(forks, tmp_path / "run", tiny_model, data, data_format="prompt", options={"scores": ["contains"]})
+    empty, word = (row["scores"]["contains"] for row in answers_of(done))
+    assert empty is None and metrics_of(done)["eval_contains"] == word
+
+
 def test_rows_without_references_have_no_scores(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", [{"prompt": "what is it"}, {"prompt": "what", "answer": "a row"}])
     done = predict(forks, tmp_path / "run", tiny_model, data, data_format="prompt", options=ALL)
