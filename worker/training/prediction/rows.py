@@ -40,12 +40,12 @@ class PromptEncoder:
 
     def prepare(self, row: dict[str, Any], number: int) -> tuple[Prompt, bool, str]:
         """Return the prompt without its tokens, True for a chat, and the text that the model receives."""
-        content, reference = split_row(row)
-        messages = content
-        if self._system_prompt is not None:
-            messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            if messages and messages[0]["role"] not in ("system", "developer"):
-                messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        try:
+            content, reference = split_row(row)
+            messages = self._with_system_prompt(content)
+        except (KeyError, TypeError, IndexError, AttributeError, BadRow) as error:
+            problem = f"the row has no prompt that can be read ({type(error).__name__}: {error})"
+            return Prompt(number, "", None, None, problem), False, ""
         if isinstance(messages, str):
             return Prompt(number, content, reference, None), False, messages
         opens = {"add_generation_prompt": True}
@@ -57,6 +57,14 @@ class PromptEncoder:
         except BadRow as error:
             return Prompt(number, content, reference, None, str(error)), True, ""
         return Prompt(number, content, reference, None), True, text
+
+    def _with_system_prompt(self, content: str | Messages) -> str | Messages:
+        if self._system_prompt is None:
+            return content
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if messages and messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self._system_prompt}, *messages]
+        return messages
 
     def encode(self, prepared: Sequence[tuple[Prompt, bool, str]]) -> list[Prompt]:
         """Return each prompt with its tokens, or with the reason why it has none."""
