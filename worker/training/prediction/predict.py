@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
 
 from datasets import Dataset
 from trl import SFTConfig
@@ -43,6 +42,7 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
     setup = preparation.prepare_start(run, replaced)
     preparation.chat_template_if_needed(run, setup.tokenizer)
     ensure_template(setup.tokenizer)  # of chats among texts, or with a system prompt
+    _load_base_in_compute_dtype(run)
     longest_prompt = setup.max_length - options.max_new_tokens
     if longest_prompt < 1:
         raise TrainingFailure(
@@ -64,8 +64,7 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
         generator = Generator(model, setup.tokenizer, _options(run), run.config.seed, lambda: _beat(run))
         work = _Work(run, answers, encoder, generator, scorer)
         try:
-            with trainer.accelerator.autocast():
-                work.answer_all(trainer)
+            work.answer_all(trainer)
         except Stopped:
             return _stop(run, answers)
     metrics = _sum_up(run, answers, scorer.names)
@@ -79,6 +78,17 @@ def _options(run: TrainingContext) -> PredictOptions:
     if options is None:
         raise TrainingFailure("config_error", "The job has no `extra.predict`: create the run with /v1/runs/predict.")
     return options
+
+
+def _load_base_in_compute_dtype(run: TrainingContext) -> None:
+    """Let a base model on a GPU have the data type that it computes in: float32 is for weights that are trained.
+
+    Weights of a run are loaded as it has trained them.
+    """
+    config = run.config
+    is_base = run.job.weights is None and config.lora_r is None
+    if is_base and run.machine.kind == "cuda" and config.dtype == "bfloat16":
+        run.config = config.model_copy(update={"weights_dtype": config.dtype})
 
 
 def _set_batch_tokens(run: TrainingContext, tokens: int) -> None:
@@ -149,7 +159,7 @@ class _Work:
         for prompt in self._prompts():
             part.append(prompt)
             if len(part) == _ROWS_OF_PART or prompt.row == self._total - 1:
-                self._answer_part(part, trainer.model)
+                self._answer_part(part, trainer)
                 part = []
 
     def _prompts(self) -> Iterator[Prompt]:
@@ -160,15 +170,17 @@ class _Work:
         )
         return (prompt for _, prompt in rows)
 
-    def _answer_part(self, part: list[Prompt], model: Any) -> None:
+    def _answer_part(self, part: list[Prompt], trainer: ServiceTrainerMixin) -> None:
         answers, options = self._answers, _options(self._run)
-        loader.check_vocabulary(model, max((int(one.ids.max()) for one in part if one.ids is not None), default=0))
+        highest_id = max((int(prompt.ids.max()) for prompt in part if prompt.ids is not None), default=0)
+        loader.check_vocabulary(trainer.model, highest_id)
         answerable = [prompt for prompt in part if prompt.ids is not None]
         # Of the whole part, so that they are the same after a resume; a batch is answered as a whole.
         for batch in plan_batches(answerable, options, answers.batch_tokens or 1):
             remaining = [prompt for prompt in batch if prompt.row not in answers.ahead]
             if remaining:
-                generated = self._generator.answer_batch(remaining)
+                with trainer.accelerator.autocast():  # without the scores: reward models compute in float32
+                    generated = self._generator.answer_batch(remaining)
                 scores = self._scorer.score_answers(remaining, generated)
                 for prompt, answer, of_row in zip(remaining, generated, scores, strict=True):
                     answers.ahead[prompt.row] = _answered(prompt, answer, of_row)
