@@ -97,9 +97,22 @@ class Generator:
         """Prepare the generation; `heartbeat` is called with each token, and may raise to end it."""
         self._model, self._tokenizer, self._options, self._seed = model, tokenizer, options, seed
         self._heartbeat = heartbeat
-        self._ends = end_tokens(model, tokenizer)
+        # Decoding leaves special tokens out, so those among the stop texts are found by their ids.
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        special |= {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        stops = (special[text] for text in options.stop if text in special)
+        self._ends = list(dict.fromkeys([*end_tokens(model, tokenizer), *stops]))
+        # A value of None in `GenerationConfig` is that of the model's own configuration. A penalty for repetition
+        # would depend on the padding, and thus on the batch.
+        model.generation_config.update(
+            max_time=None,
+            stop_strings=None,
+            cache_implementation=None,
+            return_dict_in_generate=False,
+            repetition_penalty=1.0,
+        )
         # Greedy also where it samples: `_RowSampler` leaves one token to choose. What else the model's own
-        # configuration asks for, such as a penalty, is taken from it; the values of sampling are those without effect.
+        # configuration asks for, such as suppressed tokens, is taken from it; the values of sampling have no effect.
         self._config = GenerationConfig(
             max_new_tokens=options.max_new_tokens,
             do_sample=False,

@@ -4,12 +4,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+from anneal.contracts.training_config.fields import TrainingConfig
 from tests.waiting import eventually
 from tests.worker.training.tiny import (
     Forks,
@@ -21,6 +23,7 @@ from tests.worker.training.tiny import (
 )
 from worker.training.data.chat_template import ensure_template
 from worker.training.model.loader import keep_evaluation_neutral
+from worker.training.prediction.predict import _load_base_in_compute_dtype
 
 NEW_TOKENS = 12
 TRAINING: dict[str, Any] = {
@@ -138,6 +141,24 @@ def test_answers_of_a_base_model_equal_those_of_transformers(forks: Forks, tiny_
     assert texts_of(predict(forks, tmp_path / "run", tiny_model, data)) == plain_answers(base, tiny_model, data)
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "weights", "loaded"),
+    [
+        ("cuda", "bfloat16", None, "bfloat16"),
+        ("cuda", "bfloat16", Path("output"), "float32"),
+        ("cuda", "float16", None, "float32"),
+        ("cpu", "bfloat16", None, "float32"),
+    ],
+)
+def test_base_model_on_a_gpu_is_loaded_in_the_type_that_it_computes_in(
+    kind: str, dtype: str, weights: Path | None, loaded: str
+) -> None:
+    config = TrainingConfig.model_validate({"base_model": "tiny", "method": "full", "lora_r": None, "dtype": dtype})
+    run: Any = SimpleNamespace(config=config, job=SimpleNamespace(weights=weights), machine=SimpleNamespace(kind=kind))
+    _load_base_in_compute_dtype(run)
+    assert run.config.weights_dtype == loaded
+
+
 def killed_after_a_checkpoint(forks: Forks, job: dict[str, Any], control: Path | None = None) -> Outcome:
     """Kill an attempt as soon as it has saved a checkpoint."""
     pid = forks.start(job)
@@ -203,6 +224,39 @@ def test_answer_ends_before_a_stop_text(forks: Forks, tiny_model: Path, tmp_path
         assert after["finish_reason"] == ("stop" if separator else before["finish_reason"])
         assert (after["completion_tokens"] < before["completion_tokens"]) >= (bool(separator) and len(expected) < 3)
     assert ended[3]["finish_reason"] == "stop"
+
+
+def test_answer_ends_at_a_stop_text_that_is_a_special_token(forks: Forks, tmp_path: Path) -> None:
+    model, prompt = make_tiny_model(tmp_path / "model"), "what is row 3"
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": prompt}])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    network = AutoModelForCausalLM.from_pretrained(model)
+    written = network.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+    stop = tokenizer.convert_ids_to_tokens(written[2])
+    tokenizer.add_special_tokens({"additional_special_tokens": [stop]})
+    tokenizer.save_pretrained(model)
+    (row,) = answers_of(predict(forks, tmp_path / "run", model, data, data_format="prompt", options={"stop": [stop]}))
+    assert (row["finish_reason"], row["completion_tokens"]) == ("stop", written.index(written[2]) + 1)
+
+
+def test_answers_do_not_depend_on_published_generation_options(forks: Forks, tmp_path: Path) -> None:
+    model, data = make_tiny_model(tmp_path / "model"), make_questions(tmp_path / "data.jsonl", 8)
+    plain = texts_of(predict(forks, tmp_path / "plain", model, data))
+    options = {
+        "repetition_penalty": 5.0, "return_dict_in_generate": True, "cache_implementation": "static",
+        "max_time": 1e-6, "stop_strings": ["e"],
+    }  # fmt: skip
+    path = model / "generation_config.json"
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | options))
+    assert texts_of(predict(forks, tmp_path / "published", model, data)) == plain
+
+
+def test_row_without_a_prompt_is_skipped_with_the_reason(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": "what is it"}, {"answer": "a row"}, {"messages": []}])
+    done = answers_of(predict(forks, tmp_path / "run", tiny_model, data, data_format="prompt"))
+    assert [row["finish_reason"] == "skipped" for row in done] == [False, True, True]
+    assert all("no prompt" in row["problem"] for row in done[1:])
 
 
 def test_rows_of_every_format_have_prompt_and_reference(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
