@@ -163,10 +163,10 @@ class Settings(HomeSettings):
     @field_validator("webhook_private_hosts")
     @classmethod
     def _check_webhook_hosts(cls, hosts: str) -> str:
-        wrong = [host for host in _split_list(hosts) if re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-f:.]+", host) is None]
-        if wrong:
+        invalid = [host for host in _split_list(hosts) if re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-f:.]+", host) is None]
+        if invalid:
             raise ValueError(
-                f"{wrong[0][:200]!r} is not a host: write names or addresses without scheme, port and path, such as "
+                f"{invalid[0][:200]!r} is not a host: write names or addresses without scheme, port and path, such as "
                 "mattermost.internal"
             )
         return hosts

@@ -450,7 +450,7 @@ def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
 
 
 ModelRole = Literal["reward", "teacher"]
-"""What a run does with a model that its options name: it scores completions, or its probabilities are learned."""
+"""Use of a model that the options of a run name: it scores completions, or its probabilities are learned."""
 
 
 def models_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str, ModelRole]]:

@@ -52,15 +52,15 @@ async def read_usage(session: AsyncSession, settings: Settings, by: UsageBy, sin
         for sums in (total, groups[row.group]):
             sums.add(row.seconds, row.tokens, price)
     ordered = sorted(groups.items(), key=lambda item: item[0] or "" if by == "month" else -item[1].seconds)
-    shown = dict(ordered[:_MOST_ROWS])
-    names = await _names(session, by, shown)
+    largest_groups = dict(ordered[:_MOST_ROWS])
+    names = await _names(session, by, largest_groups)
     currency = settings.price_currency
     return UsageRead(
         by=by,
         since=since,
         until=until,
-        data=[UsageRow(group=it, name=names.get(it), **sums.figures(currency)) for it, sums in shown.items()],
-        has_more=len(groups) > len(shown),
+        data=[UsageRow(group=it, name=names.get(it), **sums.figures(currency)) for it, sums in largest_groups.items()],
+        has_more=len(groups) > len(largest_groups),
         total=Usage(**total.figures(currency)),
     )
 

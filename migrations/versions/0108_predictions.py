@@ -10,7 +10,7 @@ _NAME = "ck_runs_task_known"
 
 def upgrade() -> None:
     op.drop_constraint(op.f(_NAME), "runs", type_="check", if_exists=True)
-    # Not validated at once, which would read the table under a lock that nobody passes.
+    # Not validated at once, which would read the whole table under an exclusive lock.
     op.create_check_constraint(
         op.f(_NAME), "runs", "task IN ('train','evaluate','export','predict')", postgresql_not_valid=True
     )

@@ -77,7 +77,7 @@ class _Subject:
 
 
 class Inference(ABC):
-    """What a task does with a model: the configuration that its runs have."""
+    """Configuration of the runs of a task that uses a model."""
 
     task: ClassVar[RunTask]
     noun: ClassVar[str]

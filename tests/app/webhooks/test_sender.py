@@ -223,7 +223,7 @@ def test_api_that_is_killed_between_commit_and_sending_loses_nothing(settings: S
         committed = end_run(engine)
         api.start()
         first, second = receiver.wait_for("/killed", 2)
-        assert second.json["data"]["run_id"] == committed, "nobody had numbered it"
+        assert second.json["data"]["run_id"] == committed, "it had no number yet"
         make_due(engine, webhook["id"])  # instead of waiting for 60 s
         again = receiver.wait_for("/killed", 3)[-1]
         if again.id == second.id:  # its result was not stored yet

@@ -20,7 +20,7 @@ _TOLERANCE = 1e-3
 
 
 class LogitOptions(NamedTuple):
-    """What a model does to the products of hidden states and output layer."""
+    """Operations of a model on the products of hidden states and output layer."""
 
     scale: float
     softcap: float | None

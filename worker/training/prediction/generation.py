@@ -36,7 +36,7 @@ _STREAMS = 16
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model has generated after a prompt."""
+    """Text and tokens that a model has generated after a prompt."""
 
     text: str
     finish_reason: str

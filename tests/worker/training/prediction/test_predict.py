@@ -81,7 +81,7 @@ def make_questions(path: Path, rows: int) -> Path:
 
 
 def plain_answers(model: Any, folder: Path, data: Path, new_tokens: int = NEW_TOKENS) -> list[str]:
-    """What `generate` returns for each prompt alone."""
+    """Return the answer of `generate` to each prompt alone."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ensure_template(tokenizer)
     texts = []
