@@ -25,7 +25,7 @@ from anneal.contracts.schemas.runs.requests import RunCreate
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.peer_names import RESOURCES
 from anneal.contracts.training_config.validation import config_errors
-from app.infra.db import is_away, is_conflict
+from app.infra.db import is_away, is_conflict, is_timeout
 from app.infra.files.disk_space import FULL, DiskReserveReached
 from app.infra.files.object_store import StoreBusy, StoreUnavailable
 from app.infra.ids import new_id
@@ -183,7 +183,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
     original = getattr(error, "orig", None) or error
     if isinstance(original, psycopg.errors.DiskFull):
         return disk_full()
-    if isinstance(original, psycopg.errors.QueryCanceled):
+    if is_timeout(error):
         return statement_timeout()
     if is_conflict(error):
         return transaction_conflict()

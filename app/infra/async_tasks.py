@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy.exc import DBAPIError
 
-from app.infra.db import is_away
+from app.infra.db import is_away, is_conflict, is_timeout
 from app.infra.files.object_store import StoreUnavailable
 
 
@@ -36,7 +36,8 @@ def skipping_errors(log: logging.Logger, what: str, *arguments: object) -> Itera
             raise
         log.warning(f"{what}, trying again later: %s", *arguments, error)
     except DBAPIError as error:
-        if is_away(error):
+        # PostgreSQL ended this transaction alone: it waited for others, or took too long.
+        if is_away(error) and not is_conflict(error) and not is_timeout(error):
             raise
         log.warning(f"{what}, trying again later: %s", *arguments, error.orig)
     except Exception as error:

@@ -151,6 +151,11 @@ def is_conflict(error: BaseException) -> bool:
     return isinstance(original, errors.DeadlockDetected | errors.SerializationFailure | errors.LockNotAvailable)
 
 
+def is_timeout(error: BaseException) -> bool:
+    """Return True if PostgreSQL ended a statement that took longer than its limit."""
+    return isinstance(getattr(error, "orig", None) or error, psycopg.errors.QueryCanceled)
+
+
 def join_column(values: Iterable[object]) -> str:
     """Join the values of a column into one text, for `string_to_table(…, chr(31))`.
 

@@ -29,6 +29,17 @@ def _plain_problem(scope: Scope, status: int, headers: list[tuple[bytes, bytes]]
     return problem_response(scope, _status_error(status, "The request cannot be processed; see /docs.", other_headers))
 
 
+def _log_failed_task(id: str, scope: Scope, error: Exception) -> None:
+    """Log the error of a task that ran after the response; whatever it has left is done by the next periodic pass."""
+    # Starlette raises a RuntimeError of its own where a handler exists for the error.
+    cause = error.__cause__ if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception) else error
+    request = (id, scope["method"], to_printable(scope["path"], 200))
+    if (known := as_api_error(cause)) is not None:
+        log.warning("%s %s %s was answered, but its task afterwards failed: %s", *request, known.detail)
+    else:
+        log.error("%s %s %s was answered, but its task afterwards failed", *request, exc_info=error)
+
+
 class RequestIdMiddleware:
     """Outermost middleware: sets a request id on every response; answers and logs unhandled exceptions."""
 
@@ -40,10 +51,10 @@ class RequestIdMiddleware:
             await self.app(scope, receive, send)
             return
         id = request_id(scope)
-        started = replaced = False
+        started = replaced = is_complete = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started, replaced
+            nonlocal started, replaced, is_complete
             if message["type"] == "http.response.start":
                 started = True
                 headers = [item for item in message["headers"] if item[0].lower() != b"x-request-id"]
@@ -53,6 +64,8 @@ class RequestIdMiddleware:
                 message = {**message, "headers": [*headers, (b"x-request-id", id.encode())]}
             if not replaced:
                 await send(message)
+            if message["type"] == "http.response.body":
+                is_complete = not message.get("more_body", False)
 
         try:
             await self.app(scope, receive, send_with_id)
@@ -60,6 +73,9 @@ class RequestIdMiddleware:
             log.error("%s was cut off before its end: %s", id, cut)
             raise
         except Exception as error:
+            if is_complete:
+                _log_failed_task(id, scope, error)
+                return  # raised, it would close the connection, on which the client's next request may be
             answer = as_api_error(error)
             if answer is None:
                 log.exception("%s %s %s failed", id, scope["method"], to_printable(scope["path"], 200))

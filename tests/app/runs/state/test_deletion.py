@@ -1,14 +1,19 @@
 """Renaming, pinning and deleting: what is needed stays, what goes goes whole."""
 
+import contextlib
+import http.client
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psycopg
 import pytest
 from sqlalchemy import Engine, func, select, text
+from sqlalchemy.exc import OperationalError
 
 from app.infra.db import sync_engine
 from app.infra.ids import new_id
 from app.infra.storage import Storage
+from app.runs.state import deletion
 from app.tables.events import RunEvent
 from app.tables.runs import MetricRollup, RunDeletion
 from tests.factories import Trainer, make_dataset, make_experiment, make_run, mark_run
@@ -206,7 +211,16 @@ class TestAtOnce:
             connection.commit()
             assert [answer.result().status_code for answer in answers] == [404] * len(calls)
 
-    @pytest.mark.parametrize("error", [OSError("they are somebody else's"), RecursionError("a bug of ours")])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            OSError("they are somebody else's"),
+            RecursionError("a bug of ours"),
+            OperationalError("DELETE", {}, psycopg.errors.DeadlockDetected("deadlock detected")),
+            OperationalError("DELETE", {}, psycopg.errors.QueryCanceled("statement timeout")),
+        ],
+        ids=["no permission", "bug", "deadlock", "time limit"],
+    )
     def test_files_that_cannot_be_removed_are_tried_again_and_those_of_other_runs_go(
         self, shared_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception
     ) -> None:
@@ -230,3 +244,26 @@ class TestAtOnce:
         shared_api.client.delete(f"/v1/runs/{trained(shared_api, engine)}")
         eventually(lambda: not any(left_of(engine, run_id).values()))
         assert not Storage(shared_api.settings).run_dir(run_id).exists()
+
+    def test_connection_stays_open_though_the_database_fails_after_the_answer(
+        self, shared_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        run_id = trained(shared_api, engine)
+
+        async def fail(*_: object) -> int:
+            raise OperationalError("DELETE", {}, psycopg.OperationalError("server closed the connection"))
+
+        host, port = "127.0.0.1", shared_api.port
+        with monkeypatch.context() as patched, contextlib.closing(http.client.HTTPConnection(host, port)) as connection:
+            patched.setattr(deletion, "delete_remaining_data", fail)
+            authorization = {"Authorization": f"Bearer {shared_api.key}"}
+            connection.request("DELETE", f"/v1/runs/{run_id}", headers=authorization)
+            answer = connection.getresponse()
+            answer.read()
+            socket = connection.sock
+            connection.request("GET", "/v1/runs?limit=1", headers=authorization)
+            assert (answer.status, connection.getresponse().status) == (204, 200)
+            assert connection.sock is socket, "no second connection was opened"
+        eventually(lambda: "was answered, but its task afterwards failed: The database" in caplog.text)
+        shared_api.client.delete(f"/v1/runs/{trained(shared_api, engine)}")
+        eventually(lambda: not any(left_of(engine, run_id).values()))
