@@ -55,12 +55,12 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Choose the number of processes of `-n auto`: two for each idle core, one for each core of a busy machine.
+    """Choose the number of processes of `-n auto`: five for two idle cores, one for each core of a busy machine.
 
-    Tests wait about half of their time, for leases and for other processes, so twice as many processes as cores keep
+    Tests wait more than half of their time, for leases and for other processes, so more processes than cores keep
     idle cores busy. Where other programs use the cores, more processes only make leases expire. The use of the
     processors is sampled now: the load average would still include the tests that have just ended.
     """
     cores = len(os.sched_getaffinity(0))
     is_idle = psutil.cpu_percent(interval=1.0) < 50
-    return min(2 * cores if is_idle else cores, _MOST_PROCESSES)
+    return min(5 * cores // 2 if is_idle else cores, _MOST_PROCESSES)
