@@ -1,5 +1,6 @@
 """Real uvicorn servers: in a thread for a fast start, or in a process that tests can kill."""
 
+import functools
 import socket
 import subprocess
 import threading
@@ -9,6 +10,7 @@ from types import TracebackType
 
 import httpx
 import uvicorn
+from starlette.routing import BaseRoute
 
 from app.api.uvicorn_protocol import Protocol
 from app.api_keys.service import create_key_sync
@@ -17,6 +19,13 @@ from app.main import create_app
 from tests import programs
 from tests.ports import free_port
 from tests.waiting import eventually
+
+
+@functools.cache
+def _prepared_routes() -> list[BaseRoute]:
+    """Return the routes that all servers of this process share; they do not depend on the settings."""
+    unused = Settings(database_url="postgresql://nobody@localhost/none", redis_url="redis://localhost")
+    return create_app(unused).router.routes
 
 
 class ApiServer(ABC):
@@ -85,6 +94,8 @@ class ThreadServer(ApiServer):
         if self._listening.fileno() < 0:  # it was stopped
             self._listening = socket.create_server(("127.0.0.1", self.port))
         self.application = create_app(self.settings)
+        # FastAPI prepares a route for its first request, which takes longer than the other parts of a start.
+        self.application.router.routes = [*_prepared_routes()]
         config = uvicorn.Config(
             self.application,
             host="127.0.0.1",

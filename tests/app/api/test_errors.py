@@ -14,7 +14,6 @@ from app.api import errors
 from app.api.errors import ApiError
 from app.config import Settings
 from app.infra.ids import new_id
-from app.main import create_app
 from tests.server import ApiServer, ThreadServer
 
 FIELDS = {"type", "title", "status", "detail", "code", "request_id"}
@@ -276,21 +275,12 @@ def test_a_database_that_goes_away_is_503_and_comes_back(api: ApiServer, setting
 
 
 def test_a_mistake_of_ours_is_500_without_its_traceback(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
-    server = ThreadServer(settings)
+    async def fail() -> None:
+        raise RuntimeError("secret detail")
 
-    def create_broken(chosen: Settings) -> Any:
-        app = create_app(chosen)
-
-        @app.get("/broken")
-        async def broken() -> None:
-            raise RuntimeError("secret detail")
-
-        return app
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.server.create_app", create_broken)
-        with server:
-            answer = server.client.get("/broken")
+    with ThreadServer(settings) as server:
+        server.application.add_api_route("/broken", fail)
+        answer = server.client.get("/broken")
     body = _check(answer, 500, "internal")
     assert "secret detail" not in answer.text and "Traceback" not in answer.text
     assert body["request_id"] in caplog.text and "secret detail" in caplog.text
