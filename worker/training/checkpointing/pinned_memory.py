@@ -140,7 +140,7 @@ def _own_gpu() -> int | None:
 
 def memory_shortage(size: int) -> str | None:
     """Return the reason why this machine cannot spare `size` bytes of memory; None if it can."""
-    total, available = _total_and_available()
+    total, available = host_memory()
     margin = max(_MARGIN_BYTES, total // _MARGIN_DIVISOR)
     if size + margin <= available:
         return None
@@ -150,7 +150,7 @@ def memory_shortage(size: int) -> str | None:
     )
 
 
-def _total_and_available() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Return total and available memory in bytes: of the machine, or of the tightest cgroup of this process.
 
     A container is a cgroup, and so is a systemd service or a cluster job; each may be nested in others.

@@ -235,7 +235,7 @@ class TestHostMemory:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_sharded: bool, is_copied: bool
     ) -> None:
         free = pinned_memory._MARGIN_BYTES + 15 * 2**20
-        monkeypatch.setattr(pinned_memory, "_total_and_available", lambda: (2**30, free))
+        monkeypatch.setattr(pinned_memory, "host_memory", lambda: (2**30, free))
         ranks = Ranks(0, 2)
         ranks.on_host = 2
         run: Any = SimpleNamespace(
@@ -249,7 +249,7 @@ class TestHostMemory:
     def test_without_enough_memory_nothing_is_copied_and_training_waits_instead_which_is_reported_once(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(pinned_memory, "_total_and_available", lambda: (2**30, 2**28))
+        monkeypatch.setattr(pinned_memory, "host_memory", lambda: (2**30, 2**28))
         with pytest.raises(InsufficientHostMemory):
             PinnedMemory().copy_tensors([torch.randn(10)])
         reported: list[tuple[str, str]] = []
@@ -293,10 +293,10 @@ class TestLimitsOfMemory:
             (path.parent / "memory.stat").write_text("anon 5\ninactive_file 100\n")
         (tmp_path / "own").write_text(own + "\n")
         monkeypatch.setattr(pinned_memory, "_OWN_CGROUPS", tmp_path / "nothing")
-        machine = pinned_memory._total_and_available()
+        machine = pinned_memory.host_memory()
         monkeypatch.setattr(pinned_memory, "_CGROUPS", tmp_path / "groups")
         monkeypatch.setattr(pinned_memory, "_OWN_CGROUPS", tmp_path / "own")
-        total, available = pinned_memory._total_and_available()
+        total, available = pinned_memory.host_memory()
         if headroom is None:
             assert total == machine[0] and available > 10_000
         else:
