@@ -97,11 +97,7 @@ class Generator:
         """Prepare the generation; `heartbeat` is called with each token, and may raise to end it."""
         self._model, self._tokenizer, self._options, self._seed = model, tokenizer, options, seed
         self._heartbeat = heartbeat
-        # Decoding leaves special tokens out, so those among the stop texts are found by their ids.
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        special |= {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        stops = (special[text] for text in options.stop if text in special)
-        self._ends = list(dict.fromkeys([*end_tokens(model, tokenizer), *stops]))
+        self._ends = list(dict.fromkeys([*end_tokens(model, tokenizer), *stop_tokens(tokenizer, options.stop)]))
         # A value of None in `GenerationConfig` is that of the model's own configuration. A penalty for repetition
         # would depend on the padding, and thus on the batch.
         model.generation_config.update(
@@ -174,6 +170,29 @@ class Generator:
         return Answer(text, reason, tokens)
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the tokens that are left out when an answer is decoded, with their ids."""
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return special | {token.content: at for at, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> list[int]:
+    """Return the ids of special tokens among stop texts, which never appear in a decoded text."""
+    special = special_tokens(tokenizer) if stop else {}
+    return [special[text] for text in stop if text in special]
+
+
+def draw_tokens(scores: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
+    """Return a token for each row of scores: where a number from 0 to 1 falls among the probabilities.
+
+    Returns:
+        Token ids; shape (rows, 1).
+    """
+    sums = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
+    drawn = torch.tensor(numbers, dtype=sums.dtype, device=sums.device).unsqueeze(1)
+    return torch.searchsorted(sums, drawn * sums[:, -1:], right=True).clamp(max=scores.shape[-1] - 1)
+
+
 class _RowSampler(LogitsProcessor):  # type: ignore[misc]
     """Draws a token for each row with random numbers of its own, and leaves no other.
 
@@ -184,9 +203,7 @@ class _RowSampler(LogitsProcessor):  # type: ignore[misc]
         self._random = [random.Random(f"{seed} {row}") for row in rows]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        sums = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
-        drawn = torch.tensor([[generator.random()] for generator in self._random], dtype=sums.dtype, device=sums.device)
-        chosen = torch.searchsorted(sums, drawn * sums[:, -1:], right=True).clamp(max=scores.shape[-1] - 1)
+        chosen = draw_tokens(scores, [generator.random() for generator in self._random])
         return torch.full_like(scores, -math.inf).scatter(1, chosen, 0.0)
 
 
