@@ -1,0 +1,1 @@
+"""Answers: a model answers questions as they come, many at a time."""
