@@ -28,6 +28,7 @@ BENCHMARKS = {
     "C14.STREAMS": "benchmarks.c14_streams",
     "C14.WORKERS": "benchmarks.c14_workers",
     "C15": "benchmarks.c15_devices",
+    "C16": "benchmarks.c16_answers",
 }
 """Modules by name; the name before the dot stands for all its parts."""
 
