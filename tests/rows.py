@@ -16,7 +16,8 @@ from app.tables.administration.api_keys import ApiKey
 from app.tables.datasets import Dataset
 from app.tables.events import RunEvent
 from app.tables.experiments import Experiment
-from app.tables.runs import Run, RunRewardModel
+from app.tables.runs import Attempt, Run, RunRewardModel
+from app.tables.usage import DeletedAttempt, count_attempts
 from app.workers import registry
 
 
@@ -93,6 +94,13 @@ def claim(engine: Engine, worker_id: str, lease: float = 60.0, only_run: tuple[s
     """Claim a run for the worker; return its row or None."""
     with engine.begin() as connection:
         return claim_run(connection, worker_id, lease, only_run)
+
+
+def count_usage(engine: Engine) -> None:
+    """Add the attempts that have ended to the daily usage."""
+    with engine.begin() as connection:
+        for table in (Attempt, DeletedAttempt):
+            connection.execute(count_attempts(table, 100))
 
 
 def hold_workers(

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, delete, select, text
+from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import DataError, IntegrityError, OperationalError
 
 from anneal.contracts.run_status import TERMINAL
@@ -32,7 +32,7 @@ from app.infra.files.untrusted_folder import create_below
 from app.infra.ids import id_at, is_id
 from app.infra.storage import Storage
 from app.tables import migrate
-from app.tables.runs import RunDeletion
+from app.tables.runs import Attempt, RunDeletion
 from app.tables.usage import DeletedAttempt
 
 _PREFIXES = {KEYS: "key", EXPERIMENTS: "exp", DATASETS: "ds", RUNS: "run"}
@@ -43,8 +43,14 @@ _IDENTITY = {
     RUNS: ("created_at", "config", "status", "dataset_id", "attempt", "event_seq"),
 }
 """Columns that never change once a row has the form that is exported: rows that differ in them are not the same."""
-_RESET: dict[str, tuple[str, ...]] = {"checkpoints": ("replica_started_at", "replicated_at")}
-"""Columns that are not imported: what an object store has belongs to the service that wrote it, which may remove it."""
+_RESET: dict[str, tuple[str, ...]] = {
+    "checkpoints": ("replica_started_at", "replicated_at"),
+    "run_attempts": ("is_counted",),
+}
+"""Columns that are not imported: what they say is true only in the service that wrote them."""
+_IS_DELETED = (DeletedAttempt.run_id == Attempt.run_id) & (DeletedAttempt.attempt == Attempt.attempt)
+_MARK_COUNTED = update(Attempt).where(~Attempt.is_counted, _IS_DELETED).values(is_counted=True)
+"""Lets usage count the attempts of runs that were deleted here and are imported again as those of the deleted runs."""
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
 _MAX_DEPTH = 32
 _BATCH_ROWS = 1000
@@ -140,6 +146,7 @@ class ImportJob:
                 with self._progress.step("Writing to the database", None):
                     for table in TABLES:
                         self._insert_rows(connection, table)
+                    connection.execute(_MARK_COUNTED)
                     self._check_events(connection)
                 contents = Contents.from_database(connection, self._new[RUNS], self._new[DATASETS])
                 self._result.problems += find_problems(
@@ -188,8 +195,6 @@ class ImportJob:
                 f"{len(conflicts)} ids of the archive belong to something else in this service, or have changed there: "
                 f"{named}. Nothing was imported: export without them (`--run`, `--experiment`), or delete them here."
             )
-        # Their usage is that of the runs again.
-        connection.execute(delete(DeletedAttempt).where(DeletedAttempt.run_id.in_(self._new[RUNS])))
         deleting = select(RunDeletion.run_id).where(RunDeletion.run_id.in_(self._new[RUNS]))
         if deleted := list(connection.scalars(deleting)):
             raise SetupError(

@@ -252,7 +252,10 @@ class Attempt(Base):
     """One attempt of a run on one worker."""
 
     __tablename__ = "run_attempts"
-    __table_args__ = (CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="outcome_iff_ended"),)
+    __table_args__ = (
+        CheckConstraint("(outcome IS NULL) = (ended_at IS NULL)", name="outcome_iff_ended"),
+        Index("ix_run_attempts_uncounted", "run_id", postgresql_where=text("NOT is_counted")),
+    )
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
@@ -262,7 +265,7 @@ class Attempt(Base):
     """Model of its devices, `cpu` for CPUs."""
     start_step: Mapped[int | None]
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())
-    ended_at: Mapped[datetime | None] = mapped_column(index=True)
+    ended_at: Mapped[datetime | None]
     outcome: Mapped[str | None]
     """Status or requeue reason that ended it: completed, failed, cancelled, lost, handed_back, retried, repaired."""
     report: Mapped[dict[str, Any] | None]
@@ -271,6 +274,8 @@ class Attempt(Base):
     """SHA-256 of the manifest of its output in an object store, once all files are there."""
     records_sha256: Mapped[str | None]
     """SHA-256 of the manifest of its records in an object store, once all files are there."""
+    is_counted: Mapped[bool] = mapped_column(server_default=text("false"))
+    """Its usage is in `daily_usage`."""
 
 
 class AttemptTimings(Base):

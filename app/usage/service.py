@@ -3,10 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, time
+from datetime import date
 from typing import Any
 
-from sqlalchemy import DateTime, Float, Select, cast, column, extract, func, select, text, true
+from sqlalchemy import Select, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.schemas.estimates import Cost
@@ -14,10 +14,9 @@ from anneal.contracts.schemas.runs.usage import Usage, UsageBy, UsageRead, Usage
 from app.config import Settings
 from app.tables.administration.api_keys import ApiKey
 from app.tables.experiments import Experiment
-from app.tables.usage import CPU, attempts_since
+from app.tables.usage import CPU, all_usage
 
 _MOST_ROWS = 1000
-_MONTH = text("interval '1 month'")
 
 
 @dataclass
@@ -48,7 +47,7 @@ async def read_usage(session: AsyncSession, settings: Settings, by: UsageBy, sin
     """Return the usage from the beginning of a day until that of another, in UTC; months in order, else most first."""
     total, groups = _Sums(), defaultdict[str | None, _Sums](_Sums)
     for row in (await session.execute(_usage_query(by, since, until))).all():
-        price = None if row.device in (None, CPU) else settings.gpu_price(row.device)
+        price = None if row.device in ("", CPU) else settings.gpu_price(row.device)
         for sums in (total, groups[row.group]):
             sums.add(row.seconds, row.tokens, price)
     ordered = sorted(groups.items(), key=lambda item: item[0] or "" if by == "month" else -item[1].seconds)
@@ -66,29 +65,15 @@ async def read_usage(session: AsyncSession, settings: Settings, by: UsageBy, sin
 
 
 def _usage_query(by: UsageBy, since: date, until: date) -> Select[Any]:
-    """Select device-seconds and tokens by group and device; an attempt is divided among the months of its time."""
-    first, end = (datetime.combine(day, time(), UTC) for day in (since, until))
-    used = attempts_since(first)
-    series = func.generate_series(func.date_trunc("month", used.c.started_at), used.c.ended_at, _MONTH)
-    months = series.table_valued(column("month", DateTime(timezone=True))).render_derived(name="months")
-    month: Any = months.c.month
-    until_then = func.least(used.c.ended_at, month + _MONTH, end)
-    seconds = cast(func.greatest(_seconds(until_then - func.greatest(used.c.started_at, month, first)), 0), Float)
-    share = func.coalesce(seconds / func.nullif(_seconds(used.c.ended_at - used.c.started_at), 0), 0)
-    groups = {
-        "key": used.c.created_by,
-        "experiment": used.c.experiment_id,
-        "month": func.to_char(month, "YYYY-MM"),
-        "model": used.c.base_model,
-        "method": used.c.method,
-    }
-    device_seconds, tokens = func.sum(used.c.devices * seconds), cast(func.sum(used.c.tokens * share), Float)
-    query = select(groups[by].label("group"), used.c.device, device_seconds.label("seconds"), tokens.label("tokens"))
-    return query.select_from(used.join(months, true())).group_by(text("1"), text("2")).having(func.sum(seconds) > 0)
-
-
-def _seconds(interval: Any) -> Any:
-    return extract("epoch", interval)
+    """Select device-seconds and tokens by group and device."""
+    usage = all_usage()
+    is_month = by == "month"
+    group = func.to_char(usage.c.day, "YYYY-MM") if is_month else func.nullif(usage.c.value, "")
+    # Each dimension has all usage; that of methods has the fewest rows.
+    is_dimension = usage.c.dimension == ("method" if is_month else by)
+    sums = (func.sum(usage.c.device_seconds).label("seconds"), func.sum(usage.c.tokens).label("tokens"))
+    query = select(group.label("group"), usage.c.device, *sums)
+    return query.where(is_dimension, usage.c.day >= since, usage.c.day < until).group_by(text("1"), text("2"))
 
 
 async def _names(session: AsyncSession, by: UsageBy, ids: Iterable[str | None]) -> dict[str | None, str]:

@@ -24,8 +24,9 @@ from app.runs.queue.order import HALF_LIFE_SECONDS, OWNER
 from app.runs.queue.planning import PlannedQueue, changed_reasons, plan_queue
 from app.runs.state import clock_changes, machine, parts
 from app.tables.events import ensure_partitions
+from app.tables.runs import Attempt
 from app.tables.scheduling import HOLD_SECONDS
-from app.tables.usage import count_budgets
+from app.tables.usage import DeletedAttempt, count_attempts, count_budgets
 from app.tables.workers import Worker
 from app.workers.queries import IS_FRESH, silence_seconds
 
@@ -67,6 +68,8 @@ _PLAN_PAUSES = 5
 """Minimum time between two plans of the queue, as a multiple of the duration of the last one."""
 _PLAN_PAUSE_SECONDS = HOLD_SECONDS / 3
 """Maximum time between two plans: holds that are not renewed in time no longer count."""
+_COUNT_EVERY = 10.0
+_ATTEMPTS_AT_ONCE = 2000
 _PARTITION_EVERY = 3600.0
 _PARTITION_AGAIN = 60.0
 
@@ -104,6 +107,7 @@ class Dispatcher:
         self._clock_change: float | None = 0.0
         """Seconds by which the database's clock was set, until stored times are corrected; 0.0 at first: unknown."""
         self._account_at = 0.0
+        self._count_at = 0.0
         self._plan_at = 0.0
         self._startable: list[str] = []
         """Runs that could start when the queue was planned."""
@@ -162,9 +166,12 @@ class Dispatcher:
             await self._job("reaping lost parts of runs", self._reap_parts)
         if now >= self._account_at:
             await self._job("accounting for devices", _account)
+            self._account_at = now + _ACCOUNT_EVERY
+        # A history that was not counted takes several rounds; budgets are counted thereafter.
+        if now >= self._count_at and await self._job("counting attempts", _count_attempts) != _ATTEMPTS_AT_ONCE:
             if work.budgets:
                 await self._job("counting what budgets leave", _count_budgets)
-            self._account_at = now + _ACCOUNT_EVERY
+            self._count_at = now + _COUNT_EVERY
         explained = hints = None
         if (work.pending_runs or work.holds) and now >= self._plan_at:
             planned = await self._job("planning the queue", self._plan)
@@ -278,6 +285,14 @@ async def _find_work(connection: AsyncConnection) -> RoundWork:
 
 async def _account(connection: AsyncConnection) -> None:
     await connection.execute(_ACCOUNT)
+
+
+async def _count_attempts(connection: AsyncConnection) -> int:
+    counts = [
+        (await connection.execute(count_attempts(table, _ATTEMPTS_AT_ONCE))).scalar_one()
+        for table in (Attempt, DeletedAttempt)
+    ]
+    return max(counts)
 
 
 async def _count_budgets(connection: AsyncConnection) -> None:

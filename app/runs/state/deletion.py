@@ -15,7 +15,7 @@ from app.infra.storage import Storage
 from app.runs.state.checkpoints import uploads
 from app.tables.checkpoints import Checkpoint
 from app.tables.events import FeedEvent, QueuedFeedEvent, RunEvent
-from app.tables.runs import MetricRollup, Run, RunDeletion, RunRewardModel
+from app.tables.runs import Attempt, MetricRollup, Run, RunDeletion, RunRewardModel
 from app.tables.usage import DeletedAttempt, select_attempts
 from app.webhooks.outbox import ENQUEUE_DELETED
 
@@ -81,8 +81,8 @@ async def delete_rows(session: AsyncSession, runs: Select[str]) -> None:
     noted = insert(RunDeletion).from_select(["run_id"], runs).on_conflict_do_nothing()
     await session.execute(noted)
     await session.execute(text(ENQUEUE_DELETED))
-    # Usage counts them from now on by these rows.
-    used = select_attempts().where(Run.id.in_(runs))
+    # Usage counts them from now on by these rows. Locked, since those that are just being counted would count twice.
+    used = select_attempts().where(Run.id.in_(runs)).with_for_update(of=Attempt)
     # A run that was deleted before, and imported again, has rows already.
     columns = [*DeletedAttempt.__table__.columns.keys()]
     await session.execute(insert(DeletedAttempt).from_select(columns, used).on_conflict_do_nothing())

@@ -29,6 +29,7 @@ from app.tables.registry import all_models
 from app.tables.runs import Run
 from tests.app.backup.conftest import ROWS, Quiet, Service
 from tests.factories import Trainer, make_experiment, make_run
+from tests.rows import count_usage
 from tests.server import ThreadServer
 from tests.waiting import eventually
 
@@ -107,10 +108,13 @@ def test_second_import_adds_what_is_new_only_and_keys_only_on_request(
 
 
 def test_run_that_was_deleted_is_imported_again_counts_its_usage_once_and_can_be_deleted_again(
-    ended: Service, archive: Path, target: Settings
+    ended: Service, target: Settings, tmp_path: Path
 ) -> None:
+    count_usage(ended.engine)  # which says nothing about the service that imports it
+    archive = export(ended, tmp_path, with_keys=True).path
     import_into(target, archive)
     key = create_key_sync(target, "admin", ["admin"])
+    engine = sync_engine(target.database_url or "", pool_size=0)
     usage = []
     with ThreadServer(target) as api, api.client_with(key) as client:
         for _ in range(2):
@@ -119,6 +123,7 @@ def test_run_that_was_deleted_is_imported_again_counts_its_usage_once_and_can_be
             usage.append(client.get("/v1/usage", params={"from": "2020-01-01"}).json()["total"])
             eventually(lambda: not Storage(target).run_dir(ended.run_id).exists(), what="its files are removed")
             eventually(lambda: _is_imported_again(target, archive), what="the run is imported again")
+            count_usage(engine)
         assert client.delete(f"/v1/runs/{ended.run_id}").status_code == 204
     assert usage == [usage[0]] * 4 and usage[0]["device_hours"] > 0, usage
 

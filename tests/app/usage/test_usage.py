@@ -1,5 +1,6 @@
 """Usage of devices: each attempt counts as long as it had its devices, also that of a lost or deleted run."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import date
 from typing import Any
@@ -13,11 +14,13 @@ from app.config import Settings
 from app.infra.db import async_engine
 from app.runs.state import machine
 from app.runs.state.deletion import delete_run
-from app.tables.runs import AttemptTimings
+from app.tables.runs import Attempt, AttemptTimings
+from app.tables.usage import count_attempts
 from app.usage.service import read_usage
 from tests.conftest import Anneal, json_of
-from tests.rows import add_key, add_run, add_worker, claim
+from tests.rows import add_key, add_run, add_worker, claim, count_usage, waiting_for_locks
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 YEAR = (date(2026, 1, 1), date(2027, 1, 1))
 H100 = "NVIDIA H100 80GB HBM3"
@@ -59,8 +62,9 @@ def rows(usage: UsageRead) -> list[tuple[Any, ...]]:
     ]
 
 
-async def test_attempts_count_in_the_months_of_their_time_and_those_of_deleted_runs_too(
-    engine: Engine, settings: Settings, session: AsyncSession
+@pytest.mark.parametrize("is_counted_first", [False, True])
+async def test_attempts_count_once_in_the_months_of_their_time_also_those_of_deleted_runs(
+    engine: Engine, settings: Settings, session: AsyncSession, is_counted_first: bool
 ) -> None:
     key = add_key(engine, 8)
     run = train_twice(engine, key)
@@ -74,11 +78,31 @@ async def test_attempts_count_in_the_months_of_their_time_and_those_of_deleted_r
         "method": [("sft", None, *whole)],
     }
     assert {by: rows(await read_usage(session, priced, by, *YEAR)) for by in expected} == expected
+    if is_counted_first:
+        count_usage(engine)
     await delete_run(session, run.id)
-    await session.commit()
     assert {by: rows(await read_usage(session, priced, by, *YEAR)) for by in expected} == expected
+    count_usage(engine)  # leaves those out that are just being deleted
+    await session.commit()
+    for _ in range(3):
+        assert {by: rows(await read_usage(session, priced, by, *YEAR)) for by in expected} == expected
+        count_usage(engine)
     half = await read_usage(session, priced, "method", date(2026, 2, 1), date(2026, 2, 10))
     assert rows(half) == [("sft", None, 4.0, 500, 8.0, 0.0)] and half.total.device_hours == 4.0
+
+
+async def test_run_that_is_deleted_while_its_attempts_are_being_counted_counts_once(
+    engine: Engine, settings: Settings, session: AsyncSession
+) -> None:
+    run = train_twice(engine, add_key(engine, 8))
+    with engine.begin() as counting:
+        assert counting.scalar(count_attempts(Attempt, 1)) == 1
+        deletion = asyncio.create_task(delete_run(session, run.id))
+        await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine) == 1, what="the deletion waits")
+    await deletion
+    await session.commit()
+    count_usage(engine)
+    assert (await read_usage(session, settings, "month", *YEAR)).total.device_hours == 10.0
 
 
 async def test_attempt_that_has_not_ended_counts_until_now_and_what_has_no_price_has_no_cost(

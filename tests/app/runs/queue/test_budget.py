@@ -11,10 +11,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.db import async_engine
+from app.runs.queue import dispatcher
 from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.fit import budget_reason
 from app.runs.queue.forecast import predict_starts
 from app.runs.queue.snapshot import read_forecast
+from app.runs.state import machine
 from app.tables.usage import count_budgets
 from tests.rows import add_key, add_run, add_worker, claim, run_row
 
@@ -37,6 +39,16 @@ def execute(engine: Engine, statement: Any, **values: Any) -> None:
 def set_budget(engine: Engine, key: str, hours: float | None) -> None:
     limits = "UPDATE api_keys SET max_device_hours = :hours, max_devices = NULL WHERE id = :key"
     execute(engine, limits, hours=hours, key=key)
+
+
+def budget_seconds(engine: Engine) -> float:
+    with engine.connect() as connection:
+        return float(connection.scalar(text("SELECT budget_seconds FROM api_keys")) or 0.0)
+
+
+def uncounted(engine: Engine) -> int:
+    with engine.connect() as connection:
+        return int(connection.scalar(text("SELECT count(*) FROM run_attempts WHERE NOT is_counted")) or 0)
 
 
 async def test_key_that_has_used_its_budget_starts_no_run_until_it_is_raised_or_renewed(
@@ -69,6 +81,45 @@ async def test_key_that_has_used_its_budget_starts_no_run_until_it_is_raised_or_
     assert claim(engine, worker).id == pending[1].id, "another month has begun"
 
 
+async def test_budget_counts_the_part_of_an_attempt_in_the_month_once_and_live_ones_until_now(
+    own: AsyncEngine, settings: Settings, engine: Engine
+) -> None:
+    key, worker = add_key(engine, 8), add_worker(engine, heartbeat_at=text("now() + interval '10 min'"))
+    set_budget(engine, key, 100.0)
+    add_run(engine, created_by=key)
+    ended = claim(engine, worker)
+    month = "date_trunc('month', now(), 'UTC')"
+    execute(engine, machine.complete(ended.id, ended.lease_epoch, None, "done"))
+    around_its_start = f"started_at = {month} - interval '2 h', ended_at = {month} + interval '1 h'"
+    execute(engine, f"UPDATE run_attempts SET {around_its_start}")
+    await Dispatcher(own, Broker(settings), settings, ["fake"]).round()
+    assert budget_seconds(engine) == 3600.0
+    execute(engine, f"UPDATE run_attempts SET ended_at = {month} + interval '5 h'")
+    execute(engine, count_budgets())
+    assert budget_seconds(engine) == 3600.0, "an attempt is read until it is counted"
+    add_run(engine, created_by=key)
+    claim(engine, worker)
+    execute(engine, count_budgets())
+    assert 3600.0 < budget_seconds(engine) < 7000.0
+
+
+async def test_history_that_is_not_counted_is_counted_in_several_rounds_before_budgets_are(
+    own: AsyncEngine, settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, worker = add_key(engine, 8), add_worker(engine, heartbeat_at=text("now() + interval '10 min'"))
+    set_budget(engine, key, 100.0)
+    for _ in range(3):
+        add_run(engine, created_by=key)
+        run = claim(engine, worker)
+        execute(engine, machine.complete(run.id, run.lease_epoch, None, "done"))
+    monkeypatch.setattr(dispatcher, "_ATTEMPTS_AT_ONCE", 2)
+    rounds = Dispatcher(own, Broker(settings), settings, ["fake"])
+    await rounds.round()
+    assert uncounted(engine) == 1 and budget_seconds(engine) == 0.0
+    await rounds.round()
+    assert uncounted(engine) == 0 and budget_seconds(engine) > 0.0
+
+
 def test_budget_of_none_lets_no_run_start_and_a_key_without_a_budget_counts_nothing(engine: Engine) -> None:
     key, worker = add_key(engine, 8), add_worker(engine, devices=2)
     add_run(engine, created_by=key)
@@ -77,8 +128,7 @@ def test_budget_of_none_lets_no_run_start_and_a_key_without_a_budget_counts_noth
     set_budget(engine, key, None)
     assert claim(engine, worker) is not None
     execute(engine, count_budgets())
-    with engine.connect() as connection:
-        assert connection.scalar(text("SELECT budget_seconds FROM api_keys")) == 0
+    assert budget_seconds(engine) == 0.0
 
 
 def test_message_has_what_is_used_in_steps_and_when_the_budget_is_renewed() -> None:
