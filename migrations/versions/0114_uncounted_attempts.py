@@ -4,8 +4,8 @@ import sqlalchemy as sa
 
 from migrations import online
 
-revision = "0121"
-down_revision = "0120"
+revision = "0114"
+down_revision = "0113"
 
 
 def upgrade() -> None:

@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0120"
+revision = "0113"
 down_revision = "0112"
 
 
