@@ -99,6 +99,8 @@ class Settings(HomeSettings):
     """Maximum size of a JSON request body, in bytes."""
     max_line_bytes: Annotated[int, Field(ge=1024), BYTES] = 16 * 1024**2
     """Maximum size of one row of a dataset, in bytes."""
+    serve_idle_seconds: float = Field(default=300.0, ge=1.0)
+    """Seconds without a question after which a serving run ends, and frees its device."""
     streams_per_key: int = Field(default=500, ge=1)
     """Maximum number of streams of events and logs that a key may have open at each API process."""
     keep_events_days: float | None = Field(default=None, ge=0, le=36_500)

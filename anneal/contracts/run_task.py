@@ -13,6 +13,8 @@ class RunTask(StrEnum):
     """Write the output from a checkpoint."""
     predict = "predict"
     """Answer the rows of a dataset with a base model, the output of a run or a checkpoint."""
+    serve = "serve"
+    """Answer the questions of callers to a model, until there are none for a while."""
 
     @property
     def saves_checkpoints(self) -> bool:
@@ -22,4 +24,4 @@ class RunTask(StrEnum):
     @property
     def is_inference(self) -> bool:
         """True if a run of this task uses the weights of a model that it does not change."""
-        return self in (RunTask.evaluate, RunTask.predict)
+        return self in (RunTask.evaluate, RunTask.predict, RunTask.serve)

@@ -120,7 +120,7 @@ class ExportJob:
         if not runs:
             raise SetupError("None of these runs has ended: wait for their end, or stop them.")
         chosen = Run.id.in_(runs)
-        datasets = set(connection.scalars(select(Run.dataset_id).where(chosen)))
+        datasets = set(connection.scalars(select(Run.dataset_id).where(chosen, Run.dataset_id.is_not(None))))
         datasets |= set(connection.scalars(select(Run.eval_dataset_id).where(chosen, Run.eval_dataset_id.is_not(None))))
         datasets |= set(connection.scalars(select(RunEvalDataset.dataset_id).where(RunEvalDataset.run_id.in_(runs))))
         return Selection(runs, datasets, set(connection.scalars(select(Run.experiment_id).where(chosen))), keys, live)

@@ -44,6 +44,7 @@ class Run(Owned, Base):
     __table_args__ = (
         CheckConstraint(f"status IN {sql_list(STATUSES)}", name="status_known"),
         CheckConstraint(f"task IN {sql_list(list(RunTask))}", name="task_known"),
+        CheckConstraint("task = 'serve' OR dataset_id IS NOT NULL", name="dataset_known"),
         CheckConstraint(f"(status IN {sql_list(TERMINAL)}) = (finished_at IS NOT NULL)", name="finished_iff_terminal"),
         CheckConstraint(f"(status IN {sql_list(LIVE)}) = (lease_owner IS NOT NULL)", name="leased_iff_live"),
         CheckConstraint("(lease_owner IS NULL) = (lease_expires_at IS NULL)", name="lease_whole"),
@@ -54,7 +55,7 @@ class Run(Owned, Base):
         CheckConstraint("lease_epoch >= attempt AND attempt >= 0", name="lease_epoch_covers_attempts"),
         CheckConstraint(f"status NOT IN {sql_list(LIVE)} OR attempt > 0", name="live_has_attempt"),
         CheckConstraint("event_seq >= 0 AND attempt_event_count >= 0 AND first_seq >= 1", name="counters_positive"),
-        CheckConstraint("priority BETWEEN -1000 AND 1000", name="priority_bounded"),
+        CheckConstraint("priority BETWEEN -1001 AND 1000", name="priority_bounded"),
         CheckConstraint("max_restarts BETWEEN 0 AND 100", name="max_restarts_bounded"),
         CheckConstraint(f"preempted_for IS NULL OR status IN {sql_list(LIVE)}", name="preempted_is_live"),
         CheckConstraint("devices_needed BETWEEN 1 AND 1024", name="devices_needed_bounded"),
@@ -127,7 +128,8 @@ class Run(Owned, Base):
     tags: Mapped[list[str]] = mapped_column(server_default=text("'[]'"))
     task: Mapped[RunTask] = mapped_column(Text, server_default="train")
     backend: Mapped[str]
-    dataset_id: Mapped[str] = mapped_column(ForeignKey("datasets.id"))
+    dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
+    """None only for the task `serve`."""
     eval_dataset_id: Mapped[str | None] = mapped_column(ForeignKey("datasets.id"))
     config: Mapped[dict[str, Any]]
     """All fields of the `TrainingConfig`, including defaults as of the creation of the run."""

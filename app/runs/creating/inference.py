@@ -107,17 +107,25 @@ async def create_inference(
     transaction: RunTransaction, settings: Settings, storage: Storage, inference: Inference
 ) -> Run:
     """Create a run that uses a model, or raise 422 with all errors; the same idempotency key returns the same run."""
-    session, caller_id, request = transaction.session, transaction.caller_id, inference.request
-    if earlier := await find_by_idempotency_key(session, caller_id, transaction.idempotency):
+    if earlier := await find_by_idempotency_key(transaction.session, transaction.caller_id, transaction.idempotency):
         return earlier
-    dataset = await session.get(Dataset, request.dataset_id)
+    new = await plan_inference(transaction.session, settings, storage, inference, transaction.caller_id)
+    return await insert_run(transaction, new)
+
+
+async def plan_inference(
+    session: AsyncSession, settings: Settings, storage: Storage, inference: Inference, caller_id: str | None
+) -> NewRun:
+    """Return the run to insert, with the rows that it refers to locked, or raise 422 with all errors."""
+    request = inference.request
+    dataset = None if request.dataset_id is None else await session.get(Dataset, request.dataset_id)
     subject = await _find_subject(session, settings, storage, inference, dataset)
     run = subject.trained
     # Not validated again: that of a run, with what the request adds, may be longer than one that a request may send.
     run_request = RunCreate.model_construct(
         backend=_BACKEND,
         experiment_id=request.experiment_id,
-        dataset_id=request.dataset_id,
+        dataset_id=request.dataset_id,  # type: ignore[arg-type]  # None for a serving run
         config={**subject.config, **inference.added},
         resources=request.resources,
     )
@@ -142,7 +150,7 @@ async def create_inference(
     )
     # The estimate is of a training, which takes more memory.
     requirements = build_requirements(plan, least={}, sharded=plan.requires_sharding)
-    new = NewRun(
+    return NewRun(
         plan=replace(plan, requirements=requirements),
         experiment_id=request.experiment_id or (await _experiment_id(session, run, caller_id)),
         name=request.name or f"{inference.noun} of {run.name if run else request.model}"[:200],
@@ -153,7 +161,6 @@ async def create_inference(
         resume_checkpoint_id=subject.checkpoint.id if subject.checkpoint else None,
         reason=f"{inference.reason} {request.model}",
     )
-    return await insert_run(transaction, new)
 
 
 def _about_request(error: FieldError) -> FieldError:
@@ -179,8 +186,9 @@ async def _find_subject(
         return _Subject(inference.base_config(dataset))
     if not BACKEND_RULES[run.backend].loads_model:
         raise model_error("not_a_model", f"run {run.id} is of backend `{run.backend}`, which trains no model")
-    if run.task == RunTask.predict:
-        raise model_error("not_a_model", f"run {run.id} is a prediction: name the model that it has used")
+    if run.task in (RunTask.predict, RunTask.serve):
+        why = f"run {run.id} only answers (task `{run.task}`): name the model that it has used"
+        raise model_error("not_a_model", why)
     changes = inference.changes_of(run, dataset, has_output=checkpoint is None)
     if checkpoint is None:
         await release_connection(session)

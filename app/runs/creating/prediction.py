@@ -52,6 +52,16 @@ async def create_prediction(
     return await create_inference(transaction, settings, storage, _Prediction(request))
 
 
+def answering_changes(run: Run, *, has_output: bool) -> Changes:
+    """Return how the configuration of a run changes when its weights write text; raise 422 if they cannot."""
+    own = method_of(run.config)
+    if own.has_reward_head:
+        raise model_error("reward_model", f"run {run.id} has trained a reward model, which writes no text")
+    supervised = METHODS[TrainingMethod.sft]
+    changes = required_changes(run, supervised, has_output=has_output, keeps_method=own.is_supervised, of_method={})
+    return replace(changes, dropped=changes.dropped | (TRAITS.keys() - _KEPT))
+
+
 class _Prediction(Inference):
     """Answers of a model to the rows of a dataset."""
 
@@ -65,12 +75,7 @@ class _Prediction(Inference):
         return {"method": TrainingMethod.full.value, **self._config(), "base_model": self.request.model}
 
     def changes_of(self, run: Run, dataset: Dataset | None, *, has_output: bool) -> Changes:
-        own = method_of(run.config)
-        if own.has_reward_head:
-            raise model_error("reward_model", f"run {run.id} has trained a reward model, which writes no text")
-        supervised = METHODS[TrainingMethod.sft]
-        changes = required_changes(run, supervised, has_output=has_output, keeps_method=own.is_supervised, of_method={})
-        return replace(changes, dropped=changes.dropped | (TRAITS.keys() - _KEPT))
+        return answering_changes(run, has_output=has_output)
 
     def overrides(self, run: Run, changes: Changes) -> Mapping[str, Any]:
         overrides = self._config()

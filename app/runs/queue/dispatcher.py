@@ -178,6 +178,8 @@ class Dispatcher:
             took = time.monotonic() - now
             self._plan_at = now + took + min(took * (_PLAN_PAUSES - 1), _PLAN_PAUSE_SECONDS)
             if planned is not None:
+                for run_id in planned.preempted:  # not only when they next renew their leases
+                    await self._queue.call_worker(run_id)
                 explained = await self._job("explaining why runs are pending", partial(_explain, planned))
         if work.pending_runs:
             hints = await self._job("notifying workers of pending runs", self._hint)

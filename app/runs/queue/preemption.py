@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anneal.contracts.run_task import RunTask
 from app.config import Settings
@@ -89,12 +90,30 @@ def _fewest(victims: Sequence[RunningRun], held: Mapping[str, int], missing: flo
 def preempt_for_first(
     forecast: Forecast, snapshot: Snapshot, plan: Plan, settings: Settings
 ) -> tuple[WaitingRun, Room] | None:
-    """Return the first run that has waited too long, with runs that are to make room for it; None if there is none."""
-    if settings.preempt_after_seconds is None:
+    """Return the first run that has waited too long, with runs that are to make room for it; None if there is none.
+
+    Serving runs make room at once, and whatever the settings: they keep a device only while nothing else needs it.
+    """
+    request = _choose_request(forecast, snapshot, plan, _serving(forecast), after_seconds=0.0, least_seconds=0.0)
+    after_seconds = settings.preempt_after_seconds
+    if request is None and after_seconds is not None:
+        preemptible, least_seconds = _preemptible(forecast), settings.preempt_min_seconds
+        request = _choose_request(forecast, snapshot, plan, preemptible, after_seconds, least_seconds)
+    return request
+
+
+def _choose_request(
+    forecast: Forecast,
+    snapshot: Snapshot,
+    plan: Plan,
+    training: Mapping[str, RunningRun],
+    after_seconds: float,
+    least_seconds: float,
+) -> tuple[WaitingRun, Room] | None:
+    if not training:
         return None
-    training = _preemptible(forecast)
     held_by = {worker_id: hold.run for hold in plan.holds for worker_id in hold.devices}
-    for run in _heads(forecast, snapshot, plan, settings.preempt_after_seconds):
+    for run in _heads(forecast, snapshot, plan, after_seconds):
         # A later plan would drop the hold of a run beyond those that may have one, and its room be lost.
         others = {hold.run.run_id for hold in plan.holds} - {run.run_id}
         if run.needs.devices > 1 and len(others) >= MOST_HOLDS:
@@ -107,7 +126,7 @@ def preempt_for_first(
             if (holder := held_by.get(worker.worker_id)) is None or place <= order_key(holder, snapshot.used)
         ]
         open_fleet = Fleet(workers, snapshot.fleet.gpu_backends)
-        room = choose_room(run.needs, run.priority, open_fleet, training, settings.preempt_min_seconds)
+        room = choose_room(run.needs, run.priority, open_fleet, training, least_seconds)
         if room is not None:
             return run, room  # the devices that become free are for this run; the next one waits until it has started
     return None
@@ -120,7 +139,7 @@ def _preemptible(forecast: Forecast) -> dict[str, RunningRun]:
     loading its model.
     """
     return {
-        run.id: RunningRun(run.id, run.priority, run.owner, run.devices_needed, run.seconds)
+        run.id: _running(run)
         for run in forecast.live
         if RunTask(run.task).saves_checkpoints
         and run.stop_requested_ago is None
@@ -128,6 +147,19 @@ def _preemptible(forecast: Forecast) -> dict[str, RunningRun]:
         and run.start_step is not None
         and run.current_step > run.start_step
     }
+
+
+def _serving(forecast: Forecast) -> dict[str, RunningRun]:
+    """Return the serving runs that have not been asked to end."""
+    return {
+        run.id: _running(run)
+        for run in forecast.live
+        if run.task == RunTask.serve and run.stop_requested_ago is None and run.preempted_for is None
+    }
+
+
+def _running(run: Any) -> RunningRun:
+    return RunningRun(run.id, run.priority, run.owner, run.devices_needed, run.seconds)
 
 
 def _heads(forecast: Forecast, snapshot: Snapshot, plan: Plan, after_seconds: float) -> list[WaitingRun]:

@@ -117,14 +117,14 @@ class RunSummary(ShortRepr):
     tags: list[str]
     task: RunTask = Field(
         description="`train`; `evaluate`: an evaluation without training; `export`: the output of a checkpoint; "
-        "`predict`: answers to the rows of a dataset."
+        "`predict`: answers to the rows of a dataset; `serve`: answers to questions over HTTP."
     )
     status: TrainingStatus
     method: TrainingMethod
     base_model: str
     experiment_id: str
     backend: str
-    dataset_id: str
+    dataset_id: str | None = Field(description="ID of the dataset; null only for the task `serve`.")
     eval_dataset_id: str | None
     priority: int
     pinned: bool = Field(description="Protected from deletion and from retention.")

@@ -85,7 +85,7 @@ class InferenceCreate(Body):
         description="Model to use: `run_…` for the output of a run, `ckpt_…` for a checkpoint, otherwise a base "
         "model as in `config.base_model` of a run.",
     )
-    dataset_id: str = Field(max_length=100, description="ID of the dataset to use it on.")
+    dataset_id: str | None = Field(default=None, max_length=100, description="ID of the dataset to use it on.")
     experiment_id: str | None = Field(
         default=None,
         max_length=100,
@@ -106,6 +106,7 @@ class EvaluationCreate(InferenceCreate):
         }
     )
 
+    dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
     config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "

@@ -121,11 +121,11 @@ async def find_output_attempt(session: AsyncSession, base_model: str) -> int | N
     return attempt
 
 
-async def read_data(session: AsyncSession, dataset_id: str) -> Data:
+async def read_data(session: AsyncSession, dataset_id: str | None) -> Data:
     """Return the known figures of a dataset; raises 422 if it was deleted since the validation of the request."""
-    dataset = await session.get(Dataset, dataset_id)
+    dataset = None if dataset_id is None else await session.get(Dataset, dataset_id)
     if dataset is None:
-        missing = dataset_not_found("dataset_id", dataset_id)
+        missing = dataset_not_found("dataset_id", str(dataset_id))
         raise invalid([missing], code=missing.code)
     return Data(dataset.rows, dataset.bytes, dataset.token_statistics)
 

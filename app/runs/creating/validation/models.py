@@ -267,9 +267,9 @@ async def _output_attempt(session: AsyncSession, run_id: str, role: _Role) -> in
             + ("resume it, or" if run.status in ("failed", "cancelled") else "wait until it is, or")
             + " use another model.",
         )
-    if run.task == RunTask.predict:
+    if run.task in (RunTask.predict, RunTask.serve):
         raise resolver.BaseModelError(
-            "not_a_model", f"Run {run_id} is a prediction, whose output are answers; use the model that it has used."
+            "not_a_model", f"Run {run_id} only answers (task `{run.task}`); use the model that it has used."
         )
     if role == "reward" and not method_of({"method": run.method}).has_reward_head:
         raise resolver.BaseModelError(

@@ -114,7 +114,7 @@ async def _suggest_correction(session: AsyncSession, run: Run, cause: Cause) -> 
     problems, _ = await asyncio.to_thread(
         config_problems, BACKEND_RULES.get(run.backend), config, run.eval_dataset_id is not None
     )
-    if problems:
+    if problems or run.dataset_id is None:
         return None
     can_resume = not cause.is_for_new_run and run.status in TERMINAL and changes.keys() <= CHANGEABLE_ON_RESUME
     if can_resume and await furthest_good(session, run.id) is not None:

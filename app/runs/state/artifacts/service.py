@@ -26,6 +26,9 @@ async def output_folder(session: AsyncSession, storage: Storage, run_id: str) ->
     if run.task == RunTask.evaluate:
         message = f"Run {run_id} is an evaluation, which has no output; its metrics are in `evaluation` of the run."
         raise ApiError(404, "no_artifacts", message)
+    if run.task == RunTask.serve:
+        message = f"Run {run_id} is a serving run, which has no output: its answers are sent to those who ask."
+        raise ApiError(404, "no_artifacts", message)
     if run.output_attempt is None:
         way = "export the checkpoint again" if run.task == RunTask.export else "resume the run to finish it"
         reason = (

@@ -50,12 +50,12 @@
  * @property {string} id
  * @property {string} name
  * @property {RunStatus} status
- * @property {'train' | 'evaluate' | 'export' | 'predict'} task
+ * @property {'train' | 'evaluate' | 'export' | 'predict' | 'serve'} task
  * @property {string[]} tags
  * @property {boolean} pinned
  * @property {string} backend
  * @property {string} experiment_id
- * @property {string} dataset_id
+ * @property {string | null} dataset_id Null only for a serving run.
  * @property {string | null} eval_dataset_id
  * @property {Record<string, string>} extra_eval_datasets
  * @property {string | null} parent_run_id Run that it resumes.
@@ -94,7 +94,7 @@
  * @property {string} id
  * @property {string} name
  * @property {RunStatus} status
- * @property {'train' | 'evaluate' | 'export' | 'predict'} task
+ * @property {'train' | 'evaluate' | 'export' | 'predict' | 'serve'} task
  * @property {string} method
  * @property {string} base_model
  * @property {string} experiment_id

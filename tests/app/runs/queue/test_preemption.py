@@ -263,3 +263,34 @@ class TestOfTheQueue:
         high = add_run(engine, priority=3)
         wait_for(engine, high.id, 11.0)
         assert await ask(settings) == [low.id]
+
+
+class TestOfServingRuns:
+    async def test_they_make_room_at_once_whatever_the_settings_and_for_any_priority(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        serving, device = add_run(engine, task="serve", dataset_id=None, priority=-1001), add_worker(engine)
+        row = claim(engine, device)
+        assert row.id == serving.id
+        assert await ask(settings, preempt_after_seconds=None) == []
+        waiting = add_run(engine, priority=-1000)
+        assert await ask(settings, preempt_after_seconds=None, preempt_min_seconds=600.0) == [serving.id]
+        with engine.begin() as connection:
+            assert connection.execute(machine.renew(serving.id, 1, 60.0)).one().preempted_for == waiting.id
+        assert await ask(settings) == [], "it is asked once"
+
+    async def test_they_come_last_in_the_queue_and_get_no_device_of_another_run(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        first = add_run(engine, task="serve", dataset_id=None, priority=-1001)
+        training, device = add_run(engine, priority=-1000), add_worker(engine)
+        assert claim(engine, device).id == training.id
+        wait_for(engine, first.id, 3600.0)
+        assert await ask(settings, preempt_after_seconds=0.0) == []
+
+    async def test_none_makes_room_for_a_run_that_has_a_free_device(self, settings: Settings, engine: Engine) -> None:
+        add_run(engine, task="serve", dataset_id=None, priority=-1001)
+        claim(engine, add_worker(engine))
+        add_worker(engine)
+        add_run(engine)
+        assert await ask(settings) == []

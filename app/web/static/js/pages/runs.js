@@ -40,6 +40,7 @@ const TASKS = /** @type {[string, string][]} */ ([
   ['evaluate', 'Evaluations'],
   ['predict', 'Predictions'],
   ['export', 'Exports'],
+  ['serve', 'Serving'],
   ['all', 'All'],
 ]);
 
@@ -169,6 +170,10 @@ function NoRuns({ task, isFiltered }) {
   if (task === 'export')
     return html`<${Empty} title="There are no exports yet.">
       <p class="muted">“Export …” among the checkpoints of a run writes a model from one of them.</p>
+    <//>`;
+  if (task === 'serve')
+    return html`<${Empty} title="There are no serving runs yet.">
+      <p class="muted"><code>POST /openai/v1/chat/completions</code> starts one with the first question to a model.</p>
     <//>`;
   return html`<${FirstSteps} />`;
 }

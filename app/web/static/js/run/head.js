@@ -45,9 +45,9 @@ export function Head({ store }) {
       </div>
       <div class="meta">
         <span><b>${run.task === 'train' ? run.config.method : run.task}</b> of <b>${run.config.base_model}</b></span>
-        <span>
+        ${run.dataset_id && html`<span>
           on <a href=${`/datasets/${run.dataset_id}`}>${dataset.data?.name ?? format.shortId(run.dataset_id)}</a>
-        </span>
+        </span>`}
         <span class="resources"><b>${devices}</b>${conditions.map((condition) => `, ${condition}`)}</span>
         ${run.parent_run_id && html`<span>
           resumed
