@@ -20,7 +20,8 @@ class ClaimedRun:
     config: dict[str, Any]
     user_set_fields: list[str]
     """Fields of the configuration that the user has set."""
-    dataset_id: str
+    dataset_id: str | None
+    """None only for the task `serve`."""
     eval_dataset_id: str | None
     extra_eval_datasets: dict[str, str]
     """IDs of further datasets to evaluate on, by name."""

@@ -209,8 +209,8 @@ class ProgressEvent(TrainerEvent):
 
     type: Literal["progress"]
     phase: str = Field(
-        description="Phase, such as `loading`, `tokenizing`, `training`, `evaluating`, `predicting`, `saving`, "
-        "`exporting`, `pushing`, `fetching` or `copying`."
+        description="Phase, such as `loading`, `tokenizing`, `training`, `evaluating`, `predicting`, `serving`, "
+        "`saving`, `exporting`, `pushing`, `fetching` or `copying`."
     )
     done: float | None = Field(
         default=None, description="Completed part in the phase's unit: rows, batches, texts, or bytes for transfers."

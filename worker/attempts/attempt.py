@@ -4,19 +4,25 @@ import errno
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Executable
 
 from anneal.contracts.attempt.job import JobSpec
 from anneal.contracts.attempt.repair import Repair
+from anneal.contracts.run_task import RunTask
+from app.infra.ids import is_id
 from app.runs.events.log import LeaseFenced
 from app.runs.state import machine, parts
 from worker.attempts import auto_repair, failure_report
+from worker.attempts.checkpoint_source import CheckpointSource
 from worker.attempts.delivery import Delivery
 from worker.attempts.job_builder import Job, prepare_job
 from worker.attempts.job_error import STORAGE_UNAVAILABLE, JobError
+from worker.attempts.job_inputs import JobInputs
 from worker.attempts.launch import Group, Meeting, launch_processes
 from worker.attempts.memory_watch import MemoryWatch
 from worker.attempts.monitor import Monitor
@@ -41,6 +47,7 @@ from worker.group_network import MeetingPort
 from worker.ingest.event_writer import EventWriter
 from worker.ingest.record_handler import RecordHandler
 from worker.lease import Lease, LeaseLost
+from worker.presence.question_relay import AdapterUnavailable, QuestionRelay
 from worker.process.process_group import StillAliveError
 from worker.process.spawn import LaunchAbandoned, LaunchError
 from worker.process.training_group import TrainingGroup
@@ -65,7 +72,9 @@ class Attempt:
 
     def __init__(self, context: WorkerContext, run: ClaimedRun, lease: Lease, writer: EventWriter) -> None:
         self._context, self._run, self._lease, self._writer = context, run, lease, writer
-        self._record_handler = RecordHandler(context, run, writer)
+        self._relay = self._question_relay() if run.task == RunTask.serve else None
+        on_answers = None if self._relay is None else self._relay.publish
+        self._record_handler = RecordHandler(context, run, writer, on_answers=on_answers)
         self._has_started = False
         """True once its training processes are started."""
 
@@ -104,7 +113,8 @@ class Attempt:
         processes = self.launch(job)
         try:
             memory_watch = MemoryWatch(processes.identities, self._devices)
-            end = self.monitor(processes, memory_watch)
+            with nullcontext() if self._relay is None else self._relay.running(processes.send):
+                end = self.monitor(processes, memory_watch)
         finally:
             self.close_processes(processes)
         # None is left, so the lease binds nothing any more.
@@ -131,6 +141,27 @@ class Attempt:
         job = self._writer.retry_during_outage(lambda: prepare_job(self._context, self._run, device, restore_control))
         self._record_handler.start_from(job.start, job.secrets.values(), job.remarks)
         return job
+
+    def _question_relay(self) -> QuestionRelay:
+        run = self._run
+        return QuestionRelay(self._context.redis, run.id, run.attempt, self._find_adapter, self.is_unwanted)
+
+    def _find_adapter(self, model: str) -> Path:
+        """Return the folder of the adapter that is the output of a run, or a checkpoint, on this worker."""
+        control = RestoreControl(self.is_unwanted, self._writer.enqueue_item)
+        try:
+            if is_id(model, "ckpt"):
+                source = CheckpointSource(self._context, self._run, control)
+                return source.folder_of(source.obtain_chosen(model))
+            return JobInputs(self._context, self._run, control).fetch_adapter(model)
+        except JobError as error:
+            raise AdapterUnavailable(error.message) from error
+        except Exception as error:  # the next question may be to another one
+            log.warning("%s: adapter %s cannot be had", self._run.id, model, exc_info=error)
+            message = (
+                f"The worker cannot read the adapter {model}: ask again; if it fails again, its log has the cause."
+            )
+            raise AdapterUnavailable(message) from error
 
     def launch(self, job: Job) -> TrainingGroup:
         """Start the training processes of this host, and let the workers of the other hosts start theirs.

@@ -110,6 +110,7 @@ def prepare_job(
             sequence_parallel=run.requirements.get("sequence_parallel", 1),
             expert_parallel=run.requirements.get("expert_parallel", 1),
             shares_folder=context.working_copy is None,
+            serve_idle_seconds=settings.serve_idle_seconds,
             device=device,
             disk_reserve_bytes=settings.disk_reserve_bytes,
             trust_remote_code=settings.trust_remote_code,
@@ -135,7 +136,7 @@ def _obtain_start(
             checkpoint = source.obtain_newest(remarks)
         case RunTask.export:
             checkpoint = source.obtain_chosen(run.resume_checkpoint_id)
-        case RunTask.evaluate | RunTask.predict:
+        case RunTask.evaluate | RunTask.predict | RunTask.serve:
             chosen = source.obtain_weights()
             if chosen is None:
                 weights = inputs.fetch_trained_output()

@@ -26,7 +26,7 @@ from worker.context import WorkerContext
 class DatasetFields(TypedDict):
     """Fields of a job that name the datasets of its run."""
 
-    dataset: DataSource
+    dataset: DataSource | None
     eval_dataset: DataSource | None
     extra_eval_datasets: dict[str, DataSource]
 
@@ -64,10 +64,12 @@ class JobInputs:
             is_refused = error.is_refused or isinstance(error, WrongStore)
             raise storage_unavailable(self._context.engine, self.run, reason, is_refused=is_refused) from error
 
-    def fetch_datasets(self, train_id: str, eval_id: str | None, extra_eval_ids: Mapping[str, str]) -> DatasetFields:
+    def fetch_datasets(
+        self, train_id: str | None, eval_id: str | None, extra_eval_ids: Mapping[str, str]
+    ) -> DatasetFields:
         """Fetch the datasets with these ids; return the fields of the job that name them."""
         return {
-            "dataset": self._fetch_dataset(train_id),
+            "dataset": self._fetch_dataset(train_id) if train_id else None,
             "eval_dataset": self._fetch_dataset(eval_id) if eval_id else None,
             "extra_eval_datasets": {name: self._fetch_dataset(id) for name, id in sorted(extra_eval_ids.items())},
         }
@@ -116,6 +118,22 @@ class JobInputs:
             if described.get("base_model_name_or_path", MERGED_BASE) == MERGED_BASE:
                 return
             name = producer.base_model
+
+    def fetch_adapter(self, run_id: str) -> Path:
+        """Fetch the output of a run, which is an adapter, and return its folder.
+
+        Raises:
+            JobError: It does not exist any more, or is not reachable now.
+        """
+        self.fetch_output(run_id)
+        rows = self._fetch_rows(select(Run.output_attempt).where(Run.id == run_id, Run.output_attempt.is_not(None)))
+        place = self._context.storage.output_dir(run_id, rows[0].output_attempt) if rows else None
+        if place is None or not place.is_dir():
+            message = (
+                f"The output of run {run_id} is not in the storage of this worker: resume the run to create it again."
+            )
+            raise JobError("model_not_found", message)
+        return place
 
     def fetch_trained_output(self) -> TrainedWeights | None:
         """Fetch the output of the run whose weights this one uses; None if that is the base model itself.

@@ -43,7 +43,11 @@ _LIMITS: Mapping[str | None, tuple[EndReason, str]] = {
 }
 """End reason and text of the `status` event, by the trainer's reason."""
 
-_COMPLETE = {RunTask.evaluate: "the evaluation is complete", RunTask.predict: "all rows are answered"}
+_COMPLETE = {
+    RunTask.evaluate: "the evaluation is complete",
+    RunTask.predict: "all rows are answered",
+    RunTask.serve: "no question has come for a while",
+}
 """Texts of runs that do not train."""
 
 _OWN_STOPS = ("epoch_end", "time_limit", "stop_at_step")
@@ -121,6 +125,9 @@ def requested_end_transition(context: WorkerContext, run: ClaimedRun, lease: Lea
     if lease.stop:
         return machine.cancel(run.id, run.lease_epoch)
     if lease.preempted_for:
+        if run.task == RunTask.serve:  # it has nothing to continue, and the next question starts another one
+            reason = f"made room for run {lease.preempted_for}, which waits"
+            return machine.complete(run.id, run.lease_epoch, None, reason)
         return machine.release(
             run.id, run.lease_epoch, f"preempted for run {lease.preempted_for}, which has a higher priority"
         )

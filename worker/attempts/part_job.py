@@ -32,7 +32,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     inputs.folder.parent.mkdir(parents=True, exist_ok=True)
     extra_eval_ids = {name: dataset.id for name, dataset in lead.extra_eval_datasets.items()}
     eval_id = None if lead.eval_dataset is None else lead.eval_dataset.id
-    datasets = inputs.fetch_datasets(lead.dataset.id, eval_id, extra_eval_ids)
+    datasets = inputs.fetch_datasets(None if lead.dataset is None else lead.dataset.id, eval_id, extra_eval_ids)
     resume, weights = lead.resume_from, lead.weights
     if resume is not None:
         resume = resume.model_copy(update={"path": local_path(resume.path)})

@@ -100,7 +100,7 @@ class FakeTrainer:
         self.folder = job.attempt_dir
         self.config = TrainingConfig.model_validate(drop_unknown_fields(job.config, job.user_set_fields))
         self.options = FakeOptions.parse_stored(self.config.extra)
-        self.rows = job.dataset.rows or _ROWS_IF_UNKNOWN
+        self.rows = (job.dataset and job.dataset.rows) or _ROWS_IF_UNKNOWN
         self.per_step = self.config.batch_size * self.config.gradient_accumulation_steps
         self.total = self._total_steps()
         self.faulty = job.attempt <= (self.options.faults_until_attempt or job.attempt)
@@ -112,7 +112,7 @@ class FakeTrainer:
         """True if the evaluation of the current step is the best so far."""
         self.fingerprint = {
             "backend": "fake",
-            "dataset": job.dataset.sha256,
+            "dataset": job.dataset and job.dataset.sha256,
             "device": job.device.kind if job.device else "cpu",
             "versions": {"python": sys.version.split()[0]},
         }

@@ -1,10 +1,10 @@
 """Record handler: turns the output of a training process into events and changes of its run, in order."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from anneal.contracts.attempt.messages import MAX_RECORD_BYTES, MessageRecord
+from anneal.contracts.attempt.messages import MAX_RECORD_BYTES, AnswersRecord, MessageRecord
 from anneal.contracts.attempt.part_end import PartEnd
 from anneal.contracts.attempt.records import COMPLETE_LOG
 from anneal.contracts.events import TRAINER_RECORDS
@@ -38,13 +38,24 @@ _TOO_FAST = (
 class RecordHandler:
     """Handler of a trainer's output, which its recorders pass to the sink; it stores nothing itself and never waits."""
 
-    def __init__(self, context: WorkerContext, run: ClaimedRun, sink: EventSink, log_name: str = COMPLETE_LOG) -> None:
-        """Write the complete log of this host's ranks to the files named `log_name` in the attempt's folder."""
+    def __init__(
+        self,
+        context: WorkerContext,
+        run: ClaimedRun,
+        sink: EventSink,
+        log_name: str = COMPLETE_LOG,
+        on_answers: Callable[[Sequence[Mapping[str, Any]]], None] | None = None,
+    ) -> None:
+        """Write the complete log of this host's ranks to the files named `log_name` in the attempt's folder.
+
+        `on_answers` gets the answers of a serving run, which are not stored.
+        """
         self.state = AttemptState()
         self.log = RunLog(context, run, sink, self.state.tail, log_name)
         self.metrics = MetricRecorder(run, sink, self.state, self.log.log_line)
         self.results = ResultRecorder(self.state, self.metrics, self.log.log_line)
         self._sink = sink
+        self._on_answers = on_answers
         self._budget = RecordBudget()
         self._has_waited = False
         """True once a line of the log has said that the trainer waits because of its budget."""
@@ -59,6 +70,7 @@ class RecordHandler:
             "checkpoint": checkpoints.record_checkpoint,
             "action": checkpoints.record_action,
             "result": self.results.record_result,
+            "answers": self._record_answers,
         }
         """Method that records each type of record of rank 0."""
 
@@ -140,6 +152,12 @@ class RecordHandler:
     def _record_message(self, record: dict[str, Any], ts: float) -> None:
         message = validate_record(MessageRecord, record)
         self.log.log_message(message["line"], message.get("level", "info"), ts)
+
+    def _record_answers(self, record: dict[str, Any], ts: float) -> None:
+        """Pass the answers of a serving run on; only its own process sends them."""
+        if self._on_answers is None:
+            raise ValueError("the run answers no questions")
+        self._on_answers(validate_record(AnswersRecord, record)["pieces"])
 
     def _record_event(self, record: dict[str, Any], ts: float) -> None:
         """Store a record that is an event as it is."""

@@ -38,6 +38,7 @@ from worker.training.output import gguf, hub_push
 from worker.training.plugins import hooks, metric_functions
 from worker.training.prediction.predict import predict_rows
 from worker.training.ranks import Ranks, RankZeroUnreachableError, is_peer_lost
+from worker.training.serving.serve import serve_questions
 from worker.training.tracking import trackers
 from worker.wire.arguments import parse_args
 from worker.wire.control import Control
@@ -137,9 +138,8 @@ def _train_job(
         text = " ".join(problem.message for problem in errors) or str(error)
         raise TrainingFailure("config_error", text) from error
     is_sharded = job.sharded and ranks.size > 1
-    effective = resolve_config(
-        requested, user_set_fields, machine, sharded=is_sharded, dataset_format=job.dataset.format
-    )
+    data_format = None if job.dataset is None else job.dataset.format
+    effective = resolve_config(requested, user_set_fields, machine, sharded=is_sharded, dataset_format=data_format)
     problems = [problem.message for problem in effective.problems]
     if job.sequence_parallel > 1:
         if (obstacle := division_obstacle(job.sequence_parallel, ranks.size, None)) is not None:
@@ -175,6 +175,8 @@ def _train_job(
             result = export_checkpoint(run)
         elif job.task is RunTask.predict:
             result = predict_rows(run, list(effective.replaced))
+        elif job.task is RunTask.serve:
+            result = serve_questions(run, list(effective.replaced))
         else:
             result = _TRAIN[requested.method](run, list(effective.replaced))
     except Exception as error:

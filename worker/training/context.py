@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from anneal.contracts.attempt.job import EvaluatedCheckpoint, JobSpec, ResumePoint
+from anneal.contracts.attempt.job import DataSource, EvaluatedCheckpoint, JobSpec, ResumePoint
 from anneal.contracts.attempt.messages import StepMetrics
 from anneal.contracts.methods import METHODS, Method
 from anneal.contracts.stop import StopRequest
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.resolution import Replacement
 from anneal.contracts.training_config.rules import DeviceCapabilities
-from worker.training.failures import Stopped
+from worker.training.failures import Stopped, TrainingFailure
 from worker.training.ranks import Ranks
 from worker.training.run_state import DISTRIBUTIONS, MEMORY, History, RunState
 from worker.training.tracking.trackers import Trackers
@@ -79,13 +79,20 @@ class TrainingContext:
         return self.job.attempt_dir
 
     @property
+    def dataset(self) -> DataSource:
+        """Dataset of the job, which only a serving run does not have."""
+        if self.job.dataset is None:
+            raise TrainingFailure("internal", "The job has no dataset.")
+        return self.job.dataset
+
+    @property
     def method(self) -> Method:
         """Properties of the training method."""
         return METHODS[self.config.method]
 
     @property
     def is_inference(self) -> bool:
-        """True for a run that uses given weights and does not train: an evaluation or a prediction."""
+        """True for a run that uses given weights and does not train: an evaluation, a prediction or a serving run."""
         return self.job.task.is_inference
 
     @property

@@ -28,6 +28,10 @@ class Control:
         self._callbacks: list[Callable[[StopRequest], None]] = []
         self._wants_checkpoint = threading.Event()
         self._actions: deque[ActionRequest] = deque()
+        self._question_parts: list[str] = []
+        self._questions: deque[str] = deque()
+        self._cancelled_questions: deque[str] = deque()
+        self._has_questions = threading.Event()
         self.stop_at_epoch_end = False
         """True if training is to end with the current epoch."""
         self._handles_sigterm = False
@@ -70,6 +74,16 @@ class Control:
     def take_action(self) -> ActionRequest:
         """Remove the next requested action and return it."""
         return self._actions.popleft()
+
+    def take_questions(self, wait_seconds: float) -> tuple[list[str], list[str]]:
+        """Return the questions that have come, each a `QuestionEnvelope` as JSON, and the ids of cancelled ones.
+
+        Waits up to `wait_seconds` for the first.
+        """
+        if wait_seconds > 0:
+            self._has_questions.wait(wait_seconds)
+        self._has_questions.clear()
+        return _take_all(self._questions), _take_all(self._cancelled_questions)
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
         """Call `callback` (from another thread or a signal handler) when an immediate stop is requested or changes."""
@@ -136,8 +150,22 @@ class Control:
             self._wants_checkpoint.set()
         if message.action is not None:
             self._actions.append(message.action)
+        if message.question is not None:
+            self._question_parts.append(message.question.text)
+            if message.question.is_last:
+                self._questions.append("".join(self._question_parts))
+                self._question_parts.clear()
+                self._has_questions.set()
+        if message.cancelled_question is not None:
+            self._cancelled_questions.append(message.cancelled_question)
+            self._has_questions.set()
         if message.stop is not None:
             self.request_stop(message.stop)
+
+
+def _take_all(waiting: deque[str]) -> list[str]:
+    """Remove and return what waits; another thread may add more meanwhile."""
+    return [waiting.popleft() for _ in range(len(waiting))]
 
 
 def _receive_message(channel: socket.socket) -> ControlMessage:

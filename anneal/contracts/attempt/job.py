@@ -110,8 +110,8 @@ class JobSpec(_Part):
     """Fields of the configuration that the user or a repair has set."""
     auto_repairs: list[Repair] = Field(default_factory=list)
     """Repairs of earlier attempts, in order."""
-    dataset: DataSource
-    """Dataset to train on; for the tasks `evaluate` and `predict`, to use the weights on."""
+    dataset: DataSource | None = None
+    """Dataset to train on; for the tasks `evaluate` and `predict`, to use the weights on; None only for `serve`."""
     eval_dataset: DataSource | None = None
     extra_eval_datasets: dict[str, DataSource] = Field(default_factory=dict)
     """Further datasets to evaluate on, by the name in their metrics; no decision of the training depends on them."""
@@ -134,7 +134,9 @@ class JobSpec(_Part):
     best_checkpoint: EvaluatedCheckpoint | None = None
     """Checkpoint with the best evaluation so far, for the output."""
     weights: TrainedWeights | None = None
-    """Weights to use; None: those of the base model. Only for the tasks `evaluate` and `predict`."""
+    """Weights to use; None: those of the base model. Only for the tasks `evaluate`, `predict` and `serve`."""
+    serve_idle_seconds: float = 300.0
+    """Seconds without a question after which a process of task `serve` ends."""
     replayed_actions: list[ActionRequest] = Field(default_factory=list)
     """Actions that earlier attempts did after the step of `resume_from`, in order."""
     sharded: bool = False
@@ -157,7 +159,8 @@ class JobSpec(_Part):
     @property
     def datasets(self) -> list[DataSource]:
         """All datasets that the run trains or evaluates on."""
-        return [self.dataset, *([self.eval_dataset] if self.eval_dataset else []), *self.extra_eval_datasets.values()]
+        sources = [self.dataset, self.eval_dataset, *self.extra_eval_datasets.values()]
+        return [source for source in sources if source is not None]
 
     @property
     def models(self) -> list[ModelSource]:

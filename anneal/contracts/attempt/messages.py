@@ -46,6 +46,24 @@ class ActionRequest:
 
 
 @dataclass(frozen=True)
+class QuestionPart:
+    """Part of a question to a serving process: a whole one may be longer than a message."""
+
+    text: str
+    """Characters of a `QuestionEnvelope` as JSON, after those of the part before."""
+    is_last: bool
+
+
+class QuestionEnvelope(TypedDict):
+    """Question to a serving process."""
+
+    question: Mapping[str, object]
+    """A `anneal.contracts.attempt.answers.Question`."""
+    adapter_folder: str | None
+    """Folder of the adapter that the question names; None without one."""
+
+
+@dataclass(frozen=True)
 class ControlMessage:
     """Message to a training process; fields that are not set mean nothing."""
 
@@ -55,6 +73,9 @@ class ControlMessage:
     """True: save a checkpoint and continue."""
     stop: StopRequest | None = None
     action: ActionRequest | None = None
+    question: QuestionPart | None = None
+    cancelled_question: str | None = None
+    """Id of a question whose answer is not needed any more."""
     secrets: dict[str, str] | None = field(default=None, repr=False)
     """Environment variables, only in the first message to a process."""
 
@@ -70,6 +91,8 @@ class ControlMessage:
             fields["stop"] = StopRequest(**fields["stop"])
         if "action" in fields:
             fields["action"] = ActionRequest(**fields["action"])
+        if "question" in fields:
+            fields["question"] = QuestionPart(**fields["question"])
         return cls(**fields)
 
 
@@ -125,7 +148,7 @@ class EvalRecord(TypedDict):
 
 
 Phase = Literal[
-    "loading", "tokenizing", "training", "evaluating", "predicting", "saving", "exporting", "pushing"
+    "loading", "tokenizing", "training", "evaluating", "predicting", "serving", "saving", "exporting", "pushing"
 ]  # fmt: skip
 
 
@@ -314,6 +337,14 @@ class TrainingResult(TypedDict):
     repair: NotRequired[RepairProposal | None]
 
 
+class AnswersRecord(TypedDict):
+    """Pieces of answers, one step of all questions that a serving process answers at a time."""
+
+    type: Literal["answers"]
+    pieces: Sequence[Mapping[str, object]]
+    """Each an `anneal.contracts.attempt.answers.AnswerPiece`."""
+
+
 class ResultRecord(TrainingResult):
     """Last record of an attempt."""
 
@@ -333,5 +364,6 @@ TrainerRecord = (
     | ExportRecord
     | CheckpointRecord
     | ActionRecord
+    | AnswersRecord
     | ResultRecord
 )

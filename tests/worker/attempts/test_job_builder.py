@@ -378,3 +378,10 @@ class TestTokenCache:
     def test_a_folder_that_cannot_be_made_costs_the_run_nothing(self, lab: Lab) -> None:
         (lab.storage.root / "cache").write_text("in the way")
         assert lab.next_attempt()[1]["token_cache"] is None
+
+
+def test_job_of_a_serving_run_has_no_dataset_and_says_how_long_it_may_be_idle(lab: Lab) -> None:
+    mark_run(lab.engine, lab.trainer.run_id, task="serve", dataset_id=None)
+    lab.context.settings = lab.context.settings.model_copy(update={"serve_idle_seconds": 7.0})
+    _, job = lab.next_attempt()
+    assert (job["task"], job["dataset"], job["weights"], job["serve_idle_seconds"]) == ("serve", None, None, 7.0)

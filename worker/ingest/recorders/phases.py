@@ -16,7 +16,7 @@ from worker.ingest.recorders.metrics import MetricRecorder
 from worker.ingest.sink import EventSink
 from worker.ingest.spool import RunUpdate
 
-_MAIN_PHASES = {RunTask.train: "training", RunTask.predict: "predicting"}
+_MAIN_PHASES = {RunTask.train: "training", RunTask.predict: "predicting", RunTask.serve: "serving"}
 """Phases with which a run is running, by its task."""
 
 

@@ -129,7 +129,7 @@ class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]
 
 
 def _is_chat(run: TrainingContext) -> bool:
-    return run.job.dataset.format == "chat" or is_conversational(str(run.job.dataset.path))
+    return run.dataset.format == "chat" or is_conversational(str(run.dataset.path))
 
 
 def _render_prompt(tokenizer: Any, prompt: Prompt) -> str:

@@ -366,7 +366,7 @@ def _build_fingerprint(trainer: ServiceTrainerMixin, base: BaseModelSource, fact
         "base_model": base.identity,
         # That of the base model is part of its identity.
         "tokenizer": None if run.job.tokenizer is None else tokenizer_digest(tokenizer, is_dated=False),
-        "dataset": run.job.dataset.sha256,
+        "dataset": run.dataset.sha256,
         "eval_dataset": held_out.sha256 if held_out else None,
         "reward_models": facts.get("reward_models"),
         "teacher": preparation.teacher_identity(run),

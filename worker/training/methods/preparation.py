@@ -334,7 +334,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
         return None if most is None else list(range(count_rows(str(file.path))))[:most]
 
     run.report.send({"type": "phase", "name": "tokenizing"})
-    config, source, other = run.config, run.job.dataset, run.job.eval_dataset
+    config, source, other = run.config, run.dataset, run.job.eval_dataset
     try:
         if run.is_inference:
             evaluated = read_rows(source, first_rows(source), "evaluation")

@@ -149,7 +149,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
 
 def _learn_weighted_answers(run: TrainingContext, replaced: list[Replacement]) -> None:
     """Learn only the answers, as OpenAI does, where messages have a `weight` and `loss_on` is not set."""
-    data = run.job.dataset
+    data = run.dataset
     if "loss_on" in run.user_set_fields or data.format != "chat" or not has_weights(str(data.path)):
         return
     reason = "Messages of the training data have a `weight`, with which answers are learned and nothing else."

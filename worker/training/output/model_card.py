@@ -21,7 +21,7 @@ def model_card(
     adapter = config.lora_r is not None and config.output == "adapter"
     is_reward_model = METHODS[config.method].has_reward_head
     name, hub = job.base_model.name, job.base_model.hub
-    data, held_out = job.dataset, job.eval_dataset
+    data, held_out = run.dataset, job.eval_dataset
     last = state.last_metric
     figures = {
         "steps": last.get("step"),

@@ -42,7 +42,7 @@ def write_source_rows(run: TrainingContext) -> None:
         return
     job = run.job
     purpose = "evaluation" if run.is_inference else "training"
-    changes = {"dataset": _write_rows(run, plugin, job.dataset, purpose)}
+    changes = {"dataset": _write_rows(run, plugin, run.dataset, purpose)}
     if job.eval_dataset is not None:
         changes["eval_dataset"] = _write_rows(run, plugin, job.eval_dataset, "evaluation")
     extra = {

@@ -50,10 +50,10 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
             f"`max_new_tokens` is {options.max_new_tokens:,}, but prompt and answer together may have at most "
             f"{setup.max_length:,} tokens with this model: lower it.",
         )
-    total = run.job.dataset.rows or reader.count_rows(str(run.job.dataset.path))
+    total = run.dataset.rows or reader.count_rows(str(run.dataset.path))
     answers = AnswersFile(run, total)
     encoder = PromptEncoder(setup.tokenizer, options.system_prompt, longest_prompt)
-    with _loaded_trainer(run, setup) as trainer:
+    with loaded_trainer(run, setup) as trainer:
         model = trainer.accelerator.unwrap_model(trainer.model).eval()
         scorer = Scorer(run, setup.tokenizer, options)  # its reward models take memory before the batches do
         tokens = options.batch_tokens or answers.batch_tokens or fitting_tokens(model)
@@ -103,7 +103,7 @@ def _beat(run: TrainingContext) -> None:
 
 
 @contextmanager
-def _loaded_trainer(run: TrainingContext, setup: Setup) -> Iterator[ServiceTrainerMixin]:
+def loaded_trainer(run: TrainingContext, setup: Setup) -> Iterator[ServiceTrainerMixin]:
     """Provide a trainer of supervised fine-tuning, which never trains, with the weights of the job.
 
     It loads them as an evaluation does, so that answers are those of the evaluated model.
@@ -163,7 +163,7 @@ class _Work:
                 part = []
 
     def _prompts(self) -> Iterator[Prompt]:
-        path, written = str(self._run.job.dataset.path), self._answers.written
+        path, written = str(self._run.dataset.path), self._answers.written
         chosen = None if written == 0 else list(range(written, self._total))
         rows = reader.encode_rows(
             path, self._encoder, chosen=chosen, progress=lambda *_: _beat(self._run), purpose="prediction"
