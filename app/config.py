@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from anneal.contracts.gpus import find_gpu, gpu_names
 from anneal.contracts.human_numbers import BYTES
+from anneal.contracts.rewards import RewardHost
 from anneal.settings import HomeSettings
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}")
@@ -28,6 +29,7 @@ REMOVED_SETTINGS = {
 }
 """Settings that no longer exist, with what to do instead. A server that ignored one would do less than its operator
 expects."""
+_HOST = r"[A-Za-z0-9._-]+|[0-9a-f:.]+"
 _ORIGIN = r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::[0-9]{1,5})?"
 
 
@@ -137,6 +139,12 @@ class Settings(HomeSettings):
     webhook_private_hosts: str = ""
     """Hosts inside your network that webhooks may call, also over plain HTTP, as comma-separated names or addresses
     (`mattermost.internal, 10.1.2.3`); unset: webhooks call only public HTTPS addresses."""
+    reward_hosts: str = ""
+    """Public HTTPS hosts that rewards of runs may call, comma-separated, each with `=` and the name of the secret that
+    it receives as a bearer token, if any (`api.openai.com=openai_key, scores.example.com`); unset: none."""
+    reward_private_hosts: str = ""
+    """Hosts inside your network that rewards of runs may call, also over plain HTTP, as names or addresses, with
+    secrets as in `reward_hosts` (`judge.internal=judge_key, 10.1.2.3`); unset: none."""
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
     allowed_origins: str = ""
@@ -165,11 +173,25 @@ class Settings(HomeSettings):
     @field_validator("webhook_private_hosts")
     @classmethod
     def _check_webhook_hosts(cls, hosts: str) -> str:
-        invalid = [host for host in _split_list(hosts) if re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-f:.]+", host) is None]
+        invalid = [host for host in _split_list(hosts) if re.fullmatch(_HOST, host) is None]
         if invalid:
             raise ValueError(
                 f"{invalid[0][:200]!r} is not a host: write names or addresses without scheme, port and path, such as "
                 "mattermost.internal"
+            )
+        return hosts
+
+    @field_validator("reward_hosts", "reward_private_hosts")
+    @classmethod
+    def _check_reward_hosts(cls, hosts: str) -> str:
+        form = rf"(?:{_HOST})(?: *= *[a-z][a-z0-9_]{{0,62}})?"
+        invalid = [host for host in _split_list(hosts) if re.fullmatch(form, host) is None]
+        if invalid:
+            # A key in place of its name must not be in the log.
+            raise ValueError(
+                f"{invalid[0].partition('=')[0].strip()[:200]!r} is not a host, or what follows its = is not the name "
+                "of a secret: write names or addresses without scheme, port and path, such as "
+                "api.openai.com=openai_key, and set the key with `anneal secrets set openai_key`"
             )
         return hosts
 
@@ -284,6 +306,14 @@ class Settings(HomeSettings):
     def private_webhook_hosts(self) -> frozenset[str]:
         """Hosts inside the network that webhooks may call."""
         return frozenset(_split_list(self.webhook_private_hosts.lower()))
+
+    @property
+    def allowed_reward_hosts(self) -> dict[str, RewardHost]:
+        """Hosts that rewards may call, by name."""
+        return {
+            **_parse_reward_hosts(self.reward_hosts, is_private=False),
+            **_parse_reward_hosts(self.reward_private_hosts, is_private=True),
+        }
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -479,3 +509,11 @@ def _parse_prices(text: str) -> dict[str, float]:
             raise ValueError(f"{part!r} has no price; write it as {gpu.name}=2.9")
         prices[gpu.name] = float(price)
     return prices
+
+
+def _parse_reward_hosts(text: str, *, is_private: bool) -> dict[str, RewardHost]:
+    hosts = {}
+    for part in _split_list(text):
+        name, _, secret = (piece.strip() for piece in part.partition("="))
+        hosts[name.lower()] = RewardHost(name=name.lower(), is_private=is_private, secret=secret or None)
+    return hosts

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from anneal.contracts.field_types import DatasetFormat, ModelName, Strict, Traits
 from anneal.contracts.human_numbers import COUNT
-from anneal.contracts.rewards import Rewards
+from anneal.contracts.rewards import SERVICE_TYPES, USAGE_METRICS, Rewards
 
 
 class TrainingMethod(StrEnum):
@@ -394,7 +394,7 @@ EVALUATION_METRICS = frozenset(
         *("preference_accuracy", "reward_margin", "reward_chosen", "reward_rejected", "logps_chosen", "logps_rejected"),
         *("reward_desirable", "reward_undesirable", "logps_desirable", "logps_undesirable"),
         *("reward_mean", "reward_min", "reward_max", "reward", "reward_std", "rewards_all_equal"),
-        *("completion_length", "completions_cut"),
+        *("completion_length", "completions_cut", *USAGE_METRICS),
     }
 )
 """Metrics of evaluations of all methods, without `eval_`; no extra evaluation set has such a name."""
@@ -447,6 +447,13 @@ def rewards_of(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, An
     for at, reward in enumerate(listed if isinstance(listed, list) else ()):
         if isinstance(reward, Mapping):
             yield f"{group}.rewards.{at}", reward
+
+
+def service_urls(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield field and URL of each reward of a raw or stored configuration that is a call over HTTP."""
+    for field, reward in rewards_of(config):
+        if reward.get("type") in SERVICE_TYPES and isinstance(reward.get("url"), str):
+            yield f"{field}.url", reward["url"]
 
 
 ModelRole = Literal["reward", "teacher"]

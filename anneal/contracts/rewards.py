@@ -5,9 +5,11 @@ and schemas are only measured here, because to compile them may take long: `rewa
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
@@ -16,11 +18,14 @@ from anneal.contracts.field_types import ModelName, PluginName, Strict
 from anneal.contracts.reward_patterns import MOST_PATTERN_CHARACTERS
 
 _MOST_SCHEMA_CHARACTERS = 20_000
+_MOST_PARAMETER_CHARACTERS = 8_000
+_OWN_PARAMETERS = {"model", "messages", "n", "stream", "stream_options", "tools"}
+"""Fields of a request to a judge that no parameter can set."""
 
 _MOST_BYTES = 64 * 1024
 """Limit for all rewards together: half of a trainer's largest record, which must contain the configuration."""
 
-_LONG = ("schema", "pattern", "extract", "sections", "model", "name", "options")
+_LONG = ("schema", "pattern", "extract", "sections", "model", "name", "options", "url", "rubric", "parameters")
 """Fields of a reward with unlimited length, which are the same after defaults are filled in."""
 
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MOST_PATTERN_CHARACTERS)]
@@ -140,6 +145,88 @@ class ModelReward(_Weighted):
     )
 
 
+_URL = re.compile(
+    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._~!$&'()*+,;=:@%/-]*)?", re.ASCII
+)
+
+
+def _checked_url(url: str) -> str:
+    """Return the URL unchanged if it is one of a web server, without the parts that often have a key."""
+    try:
+        is_valid = _URL.fullmatch(url) is not None and urlsplit(url).port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        message = (
+            "must be http(s)://host[:port][/path] without user, password, `?` and `#`; the operator stores the key of "
+            "a host as a secret"
+        )
+        raise PydanticCustomError("bad_url", message)
+    return url
+
+
+ServiceUrl = Annotated[str, StringConstraints(max_length=2_000), AfterValidator(_checked_url)]
+
+
+class ServiceReward(_Weighted):
+    """Fields of rewards that are calls over HTTP."""
+
+    url: ServiceUrl = Field(description="URL that rows are posted to, on a host that the operator allows.")
+    concurrency: int = Field(default=8, ge=1, le=64, description="Maximum number of requests at the same time.")
+    timeout_seconds: float = Field(
+        default=60.0, ge=0.1, le=600, description="Time for a response, after which the request is sent again."
+    )
+
+
+class HttpReward(ServiceReward):
+    """Score that a service at a URL gives to the completion."""
+
+    type: Literal["http"]
+    rows_per_request: int = Field(default=16, ge=1, le=1_000, description="Maximum number of completions in a request.")
+
+
+class JudgeReward(ServiceReward):
+    """Mark that a chat model gives to the completion by a rubric, from 0 (the lower end of the scale) to 1."""
+
+    type: Literal["judge"]
+    url: ServiceUrl = Field(
+        description="Base URL of an OpenAI-compatible API on a host that the operator allows, such as "
+        "`https://api.openai.com/v1`."
+    )
+    model: str = Field(min_length=1, max_length=200, description="Name of the model at that API.")
+    rubric: str = Field(
+        min_length=1, max_length=8_000, description="What is to be graded, and what earns which mark of the scale."
+    )
+    scale: list[float] = Field(
+        default=[1.0, 10.0], min_length=2, max_length=2, description="Lowest and highest mark that the judge may give."
+    )
+    parameters: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further fields of the requests, such as `max_tokens` or `reasoning_effort`; `temperature` is 0 "
+        "unless it is given.",
+    )
+
+    @model_validator(mode="after")
+    def _has_a_scale(self) -> "JudgeReward":
+        if not self.scale[0] < self.scale[1]:
+            raise PydanticCustomError("bad_bounds", "has a `scale` whose lowest mark is not below its highest")
+        return self
+
+    @model_validator(mode="after")
+    def _has_valid_parameters(self) -> "JudgeReward":
+        try:
+            length = len(json.dumps(self.parameters, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            raise PydanticCustomError("bad_parameters", "has `parameters` that are not JSON") from None
+        if length > _MOST_PARAMETER_CHARACTERS:
+            message = "has `parameters` of more than {most} characters of JSON"
+            raise PydanticCustomError("bad_parameters", message, {"most": f"{_MOST_PARAMETER_CHARACTERS:,}"})
+        if own := sorted(self.parameters.keys() & _OWN_PARAMETERS):
+            message = "has `{name}` in `parameters`, which the run sets itself; leave it out"
+            raise PydanticCustomError("bad_parameters", message, {"name": own[0]})
+        return self
+
+
 class PluginReward(_Weighted):
     """Result of a function that the operator has installed on the workers (docs/guides/plugins.md)."""
 
@@ -156,10 +243,28 @@ Reward = Annotated[
     | LengthReward
     | FormatReward
     | ModelReward
+    | HttpReward
+    | JudgeReward
     | PluginReward,
     Field(discriminator="type"),
 ]
 """One term of the weighted sum."""
+
+
+class RewardHost(Strict):
+    """Host that the operator allows rewards to call."""
+
+    name: str
+    """Name or address, in lower case and without a port."""
+    is_private: bool = False
+    """True if it may have a private address, and be called without encryption."""
+    secret: str | None = None
+    """Name of the secret that it receives as a bearer token."""
+
+    @property
+    def key_variable(self) -> str | None:
+        """Environment variable in which a training process receives the value of the secret."""
+        return None if self.secret is None else f"ANNEAL_REWARD_KEY_{self.secret.upper()}"
 
 
 def _not_too_long(rewards: Any) -> Any:
@@ -185,6 +290,20 @@ Rewards = Annotated[list[Reward], Field(max_length=20), BeforeValidator(_not_too
 
 WITH_ANSWER = ("exact_match", "numeric_match")
 """Types of rewards that compare a completion with the `answer` of its row."""
+
+SERVICE_TYPES = ("http", "judge")
+"""Types of rewards that are calls over HTTP."""
+
+USAGE_METRICS = ("reward_calls", "reward_prompt_tokens", "reward_completion_tokens", "reward_missing")
+"""Metrics that count what the rewards of a run that are calls have taken."""
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL, in lower case and without the port; empty for a text that is no URL."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def metric_names(rewards: Sequence[Reward]) -> list[str]:

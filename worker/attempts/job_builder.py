@@ -20,7 +20,8 @@ from anneal.contracts.attempt.job import (
     WorkerInfo,
 )
 from anneal.contracts.attempt.messages import ActionRequest
-from anneal.contracts.methods import method_of
+from anneal.contracts.methods import method_of, service_urls
+from anneal.contracts.rewards import RewardHost, host_of
 from anneal.contracts.run_task import RunTask
 from app.config import wandb_mode
 from app.infra.files.untrusted_folder import create_below
@@ -40,10 +41,10 @@ from worker.ingest.attempt_state import StartPoint
 log = logging.getLogger(__name__)
 
 _TRACKER_SECRETS = {
-    "wandb": {store.WANDB_API_KEY: "WANDB_API_KEY"},
-    "mlflow": {"mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN"},
+    "wandb": {"WANDB_API_KEY": store.WANDB_API_KEY},
+    "mlflow": {"MLFLOW_TRACKING_TOKEN": "mlflow_tracking_token"},
 }
-"""Secrets of each tracker, with the environment variables in which its library expects them."""
+"""Secrets of each tracker, by the environment variables in which its library expects them."""
 _MAX_PREPARATION_SECONDS = 6 * 3600.0
 """Enough to read a terabyte from a slow disk; a sparse file of a hostile trainer takes for ever."""
 
@@ -101,6 +102,7 @@ def prepare_job(
             auto_repairs=repairs,
             **datasets,
             **models,
+            reward_hosts=_find_reward_hosts(context, config),
             **worker_fields(context, inputs),
             resume_from=_resume_point(source, checkpoint),
             best_checkpoint=best_checkpoint,
@@ -230,18 +232,44 @@ def _token_cache_location(context: WorkerContext) -> TokenCacheLocation | None:
 
 
 def read_secrets(context: WorkerContext, connection: Connection, job: JobSpec) -> dict[str, str]:
-    """Return the secrets that a job needs and that are set, by the environment variable that libraries read."""
+    """Return the secrets that a job needs and that are set, by environment variable.
+
+    Raises:
+        JobError: They cannot be read, or the key of a host that rewards call is not set.
+    """
     variables: dict[str, str] = {}
     config: Mapping[str, Any] = job.config
     models = [*job.models, *([job.tokenizer] if job.tokenizer else [])]
     # An adapter names its own base model, which may be on the hub.
     is_on_hub = (it.hub or (it.path and (it.path / "adapter_config.json").is_file()) for it in models)
     if context.settings.allow_hub and (config.get("push_to_hub") or any(is_on_hub)):
-        variables[store.HF_TOKEN] = "HF_TOKEN"
+        variables["HF_TOKEN"] = store.HF_TOKEN
     for tracker in config.get("report_to", ()):
         variables |= _TRACKER_SECRETS.get(tracker, {})
+    keys = {host.key_variable: host.secret for host in job.reward_hosts if host.key_variable and host.secret}
+    variables |= keys
     try:
-        values = store.read_secrets(connection, context.settings, variables) if variables else {}
+        values = store.read_secrets(connection, context.settings, variables.values()) if variables else {}
     except KeyringError as error:
         raise JobError("internal", str(error), is_transient=True) from error
-    return {variables[name]: value for name, value in values.items()}
+    if missing := sorted({secret for secret in keys.values() if secret not in values}):
+        message = f"the secret `{missing[0]}`, which a reward needs, is not set: an admin sets it with "
+        raise JobError("config_error", f"{message}`anneal secrets set {missing[0]}`; then resume the run")
+    return {variable: values[name] for variable, name in variables.items() if name in values}
+
+
+def _find_reward_hosts(context: WorkerContext, config: Mapping[str, Any]) -> list[RewardHost]:
+    """Return the hosts that the rewards of a configuration call.
+
+    Raises:
+        JobError: The settings of this worker do not allow one of them.
+    """
+    allowed = context.settings.allowed_reward_hosts
+    hosts: dict[str, RewardHost] = {}
+    for place, url in service_urls(config):
+        name = host_of(url)
+        if name not in allowed:
+            message = f"`{place}` calls {name}, which this worker does not allow: its operator can add it to "
+            raise JobError("config_error", f"{message}ANNEAL_REWARD_HOSTS, or ANNEAL_REWARD_PRIVATE_HOSTS")
+        hosts[name] = allowed[name]
+    return list(hosts.values())

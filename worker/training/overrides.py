@@ -153,7 +153,7 @@ class RewardOverrides(Trainer):  # type: ignore[misc]
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if not self.model.training:
             self.own_metrics.update_completions(prompts, completions, rewards)
-        return rewards
+        return self.exclude_unscored(rewards)
 
 
 # Functions and attributes

@@ -67,6 +67,8 @@ class RunState:
     """Step, epoch and loss as last logged."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """States of the installed callbacks, by position and name."""
+    reward_usage: dict[str, int] = field(default_factory=dict)
+    """Cost of rewards that are calls over HTTP so far, by metric; empty without such rewards."""
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint; floats are preserved exactly."""
@@ -83,7 +85,7 @@ class RunState:
         state = cls(**{"best_saved": stored["best_objective"], **stored})
         if state.run_id != run_id:
             state.run_id, state.first_step = run_id, step
-            state.seconds, state.ended_by = 0.0, None
+            state.seconds, state.ended_by, state.reward_usage = 0.0, None, {}
             state.changed, state.total_steps = {}, None  # the new run's configuration has them
         return state
 

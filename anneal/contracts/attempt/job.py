@@ -9,6 +9,7 @@ from anneal.contracts.attempt.device import AssignedDevice
 from anneal.contracts.attempt.messages import ActionRequest
 from anneal.contracts.attempt.repair import Repair
 from anneal.contracts.field_types import JsonObject
+from anneal.contracts.rewards import RewardHost
 from anneal.contracts.run_task import RunTask
 
 MERGED_BASE = "base_model"
@@ -120,6 +121,8 @@ class JobSpec(_Part):
     """Model whose tokenizer is used; None: the base model."""
     reward_models: list[ModelSource] = Field(default_factory=list)
     """Models of the rewards of type `model`, in the order of these rewards."""
+    reward_hosts: list[RewardHost] = Field(default_factory=list)
+    """Hosts that rewards of the configuration call, as the operator allows them; no others are called."""
     teacher: ModelSource | None = None
     """Model whose next-token probabilities are learned."""
     attempt_dir: Path

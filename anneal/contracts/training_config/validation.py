@@ -130,7 +130,16 @@ _CHOICES = {"gradient_checkpointing": '"selective" or "auto"', "memory_profile":
 
 _NO_TYPE = {"union_tag_invalid": "unknown_value", "union_tag_not_found": "missing"}
 
-_OWN_CODES = ("bad_pattern", "bad_schema", "bad_bounds", "bad_count", "bad_template", "out_of_range")
+_OWN_CODES = (
+    "bad_pattern",
+    "bad_schema",
+    "bad_bounds",
+    "bad_count",
+    "bad_template",
+    "bad_url",
+    "bad_parameters",
+    "out_of_range",
+)
 """Error codes of our own validators, whose messages are complete."""
 
 _CODES = {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from anneal.contracts.attempt.job import JobSpec
 from app.config import Settings
 from app.infra.db import sync_engine
 from app.secrets import store
@@ -161,4 +162,47 @@ def test_a_worker_holds_a_run_against_its_own_list_of_models(settings: Settings,
     limited = settings.model_copy(update={"allowed_models": "meta/*"})
     with pytest.raises(JobError, match="`meta/\\*`") as refused:
         prepared(limited, engine, "ada/private")
+    assert (refused.value.code, refused.value.is_transient) == ("config_error", False)
+
+
+def with_reward(settings: Settings, engine: Engine, url: str) -> Job:
+    """The job of a run that is rewarded by a service."""
+    make_model(settings, "local")
+    rewards = [{"type": "http", "url": url, "weight": 1.0}]
+    return prepared(settings, engine, "local", method="rlhf", rlhf={"rewards": rewards})
+
+
+def test_a_run_gets_the_keys_of_the_hosts_that_its_rewards_call_and_no_others(
+    settings: Settings, engine: Engine
+) -> None:
+    for name in ("judge_key", "other_key"):
+        keep(settings, name, TOKEN + name)
+    hosts = "API.example.com=judge_key, other.example.com=other_key"
+    allowing = settings.model_copy(update={"reward_hosts": hosts})
+    job = with_reward(allowing, engine, "https://api.example.com:8443/v1")
+    assert job.secrets == {"ANNEAL_REWARD_KEY_JUDGE_KEY": f"{TOKEN}judge_key"}
+    (host,) = JobSpec.from_file(job.path).reward_hosts
+    assert (host.name, host.is_private, host.secret) == ("api.example.com", False, "judge_key")
+    assert files_with(TOKEN, settings.storage_root, settings.home) == []
+
+
+def test_one_secret_may_be_a_token_of_the_hub_and_the_key_of_a_host(settings: Settings, engine: Engine) -> None:
+    keep(settings)
+    allowing = settings.model_copy(update={"reward_private_hosts": "10.1.2.3=hf_token"})
+    rewards = [{"type": "http", "url": "http://10.1.2.3/x", "weight": 1.0}]
+    job = prepared(allowing, engine, "ada/private", method="rlhf", rlhf={"rewards": rewards})
+    assert job.secrets == {"HF_TOKEN": TOKEN, "ANNEAL_REWARD_KEY_HF_TOKEN": TOKEN}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "says"),
+    [("", "ANNEAL_REWARD_HOSTS"), ("api.example.com=judge_key", "anneal secrets set judge_key")],
+    ids=["not allowed", "without key"],
+)
+def test_a_worker_holds_a_run_against_its_own_list_of_hosts_and_their_keys(
+    hosts: str, says: str, settings: Settings, engine: Engine
+) -> None:
+    allowing = settings.model_copy(update={"reward_hosts": hosts})
+    with pytest.raises(JobError, match=says) as refused:
+        with_reward(allowing, engine, "https://api.example.com/v1")
     assert (refused.value.code, refused.value.is_transient) == ("config_error", False)

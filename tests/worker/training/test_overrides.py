@@ -173,7 +173,12 @@ def test_every_private_name_of_a_library_is_listed() -> None:
                     defined.add(name)
                 case ast.Attribute(attr=name) if is_private(name):
                     used.add(name)
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                    | ast.Name(id=name, ctx=ast.Store())
+                ):
                     defined.add(name)
     assert len(used) > 100
     assert sorted(used - defined - {internal.name for internal in INTERNAL_NAMES}) == []

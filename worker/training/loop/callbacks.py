@@ -178,7 +178,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         }
         names = self.trainer.metric_names()
         measured = {ours: logs[theirs] for theirs, ours in names.items() if logs.get(theirs) is not None}
-        extra = {**measured, **speed, **self.trainer.step_phases.take_seconds(), **memory}
+        extra = {**measured, **speed, **self.trainer.step_phases.take_seconds(), **memory, **run.state.reward_usage}
         extra |= self.trainer.plugin_callbacks.reported_metrics({*metrics, *extra})
         run.record_metric(metrics, extra, state.max_steps)
         run.state.last_metric = {"step": state.global_step, "epoch": state.epoch, "loss": loss}

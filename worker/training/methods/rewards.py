@@ -26,6 +26,7 @@ from anneal.contracts.rewards import (
     PluginReward,
     RegexReward,
     Reward,
+    ServiceReward,
     metric_names,
 )
 from worker.training.data.answers import last_number
@@ -111,7 +112,7 @@ def build_reward_functions(
     alive: Callable[[], None] = _ignore_call,
     warn: Callable[[str], None] = _ignore_call,
 ) -> list[RewardFunction]:
-    """Create one function for each reward that is neither a model nor a plugin, in order, without weights.
+    """Create one function for each reward that is no model, service or plugin, in order, without weights.
 
     Only `all_special_ids` of `tokenizer` is used. `alive` is called after every completion, and `warn` once for a
     reward that is too slow.
@@ -119,7 +120,7 @@ def build_reward_functions(
     return [
         RewardFunction(name, _build_scorer(reward, tokenizer), alive, warn)
         for name, reward in zip(metric_names(rewards), rewards, strict=True)
-        if not isinstance(reward, ModelReward | PluginReward)
+        if not isinstance(reward, ModelReward | PluginReward | ServiceReward)
     ]
 
 
@@ -137,7 +138,7 @@ def _build_scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], flo
             return _length_scorer(reward, frozenset(tokenizer.all_special_ids))
         case FormatReward():
             return _format_scorer(reward)
-        case ModelReward() | PluginReward():
+        case ModelReward() | PluginReward() | ServiceReward():
             raise TypeError(f"a reward of type {reward.type} is not built in here")
 
 

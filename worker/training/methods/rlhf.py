@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from anneal.contracts.attempt.messages import TrainingResult
-from anneal.contracts.rewards import Reward, metric_names
+from anneal.contracts.rewards import HttpReward, JudgeReward, ModelReward, PluginReward, Reward, metric_names
 from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import preferences
@@ -30,6 +31,10 @@ from worker.training.overrides import RewardOverrides
 from worker.training.planning import memory_plan
 from worker.training.planning.step_planning import plan_step
 from worker.training.plugins import hooks
+from worker.training.reward_services.judge import Judge
+from worker.training.reward_services.scoring_service import ScoringService
+from worker.training.reward_services.service_client import CallContext, take_keys
+from worker.training.reward_services.service_scorer import ServiceScorer, add_usage, report_usage, take_usage
 
 _NON_FINITE_ERROR = "probability tensor contains either"
 """Part of torch's error when it samples from non-finite probabilities."""
@@ -87,6 +92,35 @@ class RewardTrainerMixin(RewardOverrides, ServiceTrainerMixin):
                 description = "the model's output became non-finite while it generated completions"
                 raise self.anomaly_failure(Anomaly("non_finite", description)) from failure
         return generated
+
+    def exclude_unscored(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Return the rewards of a round (completions x functions); completions that a service did not score have none.
+
+        TRL leaves completions without any reward out of their group, and does not learn from them.
+        """
+        services = self._service_columns()
+        if not services:
+            return rewards
+        if self.model.training:  # an evaluation is counted at its end: until then each rank is alone
+            self._count_usage()
+        return rewards.masked_fill(rewards[:, services].isnan().any(dim=1, keepdim=True), torch.nan)
+
+    def named_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        named = super().named_metrics(metrics)
+        if self._service_columns():
+            self._count_usage()
+            if self.run.is_inference:
+                named |= {f"eval_{name}": value for name, value in self.run.state.reward_usage.items()}
+        return named
+
+    def _service_columns(self) -> list[int]:
+        return [at for at, function in enumerate(self.reward_funcs) if isinstance(function, ServiceScorer)]
+
+    def _count_usage(self) -> None:
+        """Add what the rewards of all ranks have cost to the state of the run."""
+        state = self.run.state
+        for usage in self.run.ranks.gather_values(take_usage(self.reward_funcs)):
+            state.reward_usage = add_usage(state.reward_usage, usage)
 
     def update_own_metrics(self, model: Any, inputs: Any) -> None:
         """Do nothing: the metric functions got the completions when they were generated."""
@@ -239,24 +273,40 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         if run.is_inference:
             return pipeline.evaluate_weights(trainer)
         pipeline.train_to_end(trainer)
+        report_usage(run.report, run.state.reward_usage)
         return pipeline.finish_run(trainer, start, facts)
 
 
 def build_rewards(
-    run: TrainingContext, configured: Sequence[Reward], tokenizer: Any, max_length: int | None
+    run: TrainingContext,
+    configured: Sequence[Reward],
+    tokenizer: Any,
+    max_length: int | None,
+    alive: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Create one function for each reward of the configuration, in its order.
 
     Reward models must accept texts of `max_length` tokens; with None, they give none to longer ones than they accept.
+    `alive` is called during long work instead of the heartbeat of the run.
     """
     warn = partial(run.report.message, level="warning")
-    checks = iter(rewards.build_reward_functions(configured, tokenizer, run.report.alive, warn))
+    alive = alive or run.report.alive
+    built_in = iter(rewards.build_reward_functions(configured, tokenizer, alive, warn))
     located = iter(run.job.reward_models)
-    return [
-        RewardScorer(next(located), name, run, max_length)
-        if one.type == "model"
-        else hooks.Reward(one, name)
-        if one.type == "plugin"
-        else next(checks)
-        for one, name in zip(configured, metric_names(configured), strict=True)
-    ]
+    hosts = run.job.reward_hosts
+    context = CallContext(hosts, take_keys(hosts), alive, warn, lambda: run.stop_requested is not None)
+
+    def build(reward: Reward, name: str) -> Any:
+        match reward:
+            case ModelReward():
+                return RewardScorer(next(located), name, run, max_length)
+            case PluginReward():
+                return hooks.Reward(reward, name)
+            case JudgeReward():
+                return Judge(reward, name, context)
+            case HttpReward():
+                return ScoringService(reward, name, context)
+            case _:
+                return next(built_in)
+
+    return [build(reward, name) for reward, name in zip(configured, metric_names(configured), strict=True)]

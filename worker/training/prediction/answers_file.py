@@ -139,7 +139,8 @@ class AnswersFile:
         shutil.copyfile(self._path, folder / PREDICTIONS)
         with (folder / PREDICTIONS).open("ab") as file:
             file.writelines(_encoded(row) for _, row in sorted(self.ahead.items()))
-        state = {"written": self.written, "batch_tokens": self.batch_tokens}
+        usage = self._run.state.reward_usage
+        state = {"written": self.written, "batch_tokens": self.batch_tokens, "reward_usage": usage}
         (folder / _STATE).write_text(json.dumps(state))
         self._run.history.copy_to(folder)
 
@@ -151,6 +152,7 @@ class AnswersFile:
             return
         state = json.loads((resume.path / _STATE).read_text())
         self.written, self.batch_tokens = state["written"], state["batch_tokens"]
+        self._run.state.reward_usage = state.get("reward_usage", {})
         with (resume.path / PREDICTIONS).open("rb") as saved, self._path.open("wb") as file:
             for at, line in enumerate(saved):
                 if at < self.written:

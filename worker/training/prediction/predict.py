@@ -25,6 +25,7 @@ from worker.training.prediction.answers_file import AnsweredRow, AnswersFile
 from worker.training.prediction.generation import Answer, Generator, fitting_tokens, plan_batches
 from worker.training.prediction.rows import Prompt, PromptEncoder
 from worker.training.prediction.scores import Scorer, Scores, Totals
+from worker.training.reward_services.service_scorer import report_usage
 
 _ROWS_OF_PART = 1_024
 """Rows that are sorted by length and divided into batches together."""
@@ -55,7 +56,8 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
     encoder = PromptEncoder(setup.tokenizer, options.system_prompt, longest_prompt)
     with loaded_trainer(run, setup) as trainer:
         model = trainer.accelerator.unwrap_model(trainer.model).eval()
-        scorer = Scorer(run, setup.tokenizer, options)  # its reward models take memory before the batches do
+        # Before the batches, as its reward models take memory.
+        scorer = Scorer(run, setup.tokenizer, options, lambda: _beat(run))
         tokens = options.batch_tokens or answers.batch_tokens or fitting_tokens(model)
         _set_batch_tokens(run, tokens)
         answers.batch_tokens = tokens
@@ -68,6 +70,8 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
         except Stopped:
             return _stop(run, answers)
     metrics = _sum_up(run, answers, scorer.names)
+    metrics |= {f"eval_{name}": value for name, value in run.state.reward_usage.items()}
+    report_usage(run.report, run.state.reward_usage)
     output = answers.write_output(scorer.names)
     run.record_evaluation(total, 1.0, metrics)
     return {"outcome": "completed", "output": output, "step": total, "epoch": 1.0, "metrics": metrics}
@@ -201,7 +205,7 @@ class _Work:
                 "step": done, "epoch": done / self._total, "loss": None, "learning_rate": None, "grad_norm": None,
                 "gpu_memory_mb": None, "samples_per_second": (done - self._reported_rows) / max(seconds, 1e-6),
             },
-            {"tokens_per_second": self._tokens / max(seconds, 1e-6)},
+            {"tokens_per_second": self._tokens / max(seconds, 1e-6), **run.state.reward_usage},
             self._total,
         )  # fmt: skip
         self._reported_at, self._reported_rows, self._tokens = now, done, 0

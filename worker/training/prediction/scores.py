@@ -11,6 +11,7 @@ from worker.training.context import TrainingContext
 from worker.training.methods.rlhf import build_rewards
 from worker.training.prediction.generation import Answer
 from worker.training.prediction.rows import Prompt
+from worker.training.reward_services.service_scorer import add_usage, take_usage
 
 Scores = dict[str, float | None]
 Compare = Callable[[str, str], float | None]
@@ -45,17 +46,19 @@ def _corpus_metric(name: str, **options: Any) -> Any:
 class Scorer:
     """Scorer of the answers of a run."""
 
-    def __init__(self, run: TrainingContext, tokenizer: Any, options: PredictOptions) -> None:
-        """Load the reward models and plugins of the rewards.
+    def __init__(
+        self, run: TrainingContext, tokenizer: Any, options: PredictOptions, alive: Callable[[], None]
+    ) -> None:
+        """Load the reward models and plugins of the rewards; `alive` is called between answers, and may raise.
 
         Raises:
             TrainingFailure: with a stable code.
         """
-        self._alive = run.report.alive
+        self._alive, self._state = alive, run.state
         self._compared = list(SCORES if options.scores is None else options.scores)
         self._weights = [reward.weight for reward in options.rewards]
         self._rewards = [f"reward_{name}" for name in metric_names(options.rewards)]
-        self._functions = build_rewards(run, options.rewards, tokenizer, None)
+        self._functions = build_rewards(run, options.rewards, tokenizer, None, alive)
 
     @property
     def names(self) -> list[str]:
@@ -90,12 +93,15 @@ class Scorer:
             return []
         is_chat = isinstance(prompts[0].content, list)
         texts = [answer.text for answer in answers]
-        values: list[float | None] = function(
-            prompts=[prompt.content for prompt in prompts],
-            completions=[[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
-            completion_ids=[answer.tokens for answer in answers],
-            answer=[prompt.reference for prompt in prompts],
-        )
+        try:
+            values: list[float | None] = function(
+                prompts=[prompt.content for prompt in prompts],
+                completions=[[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
+                completion_ids=[answer.tokens for answer in answers],
+                answer=[prompt.reference for prompt in prompts],
+            )
+        finally:
+            self._state.reward_usage = add_usage(self._state.reward_usage, take_usage([function]))
         return values
 
 

@@ -1,4 +1,4 @@
-"""Checks of the destinations of a run's results that the API can make: trackers, the hub, GGUF files."""
+"""Checks of the destinations of a run's data that the API can make: trackers, the hub, GGUF files, rewards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from anneal.contracts.errors import FieldError
 from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_error
 from app.config import Settings, wandb_mode
+from app.runs.creating.validation.reward_hosts import reward_host_problems
 from app.secrets import store
 from app.tables.administration.secrets import Secret
 from app.tables.workers import Worker
@@ -40,6 +41,7 @@ async def destination_problems(
     elif pushes and not await session.scalar(select(exists().where(Secret.name == store.HF_TOKEN))):
         message = "needs a hub token with write access; ask an admin to set it with `anneal secrets set hf_token`"
         problems.append(field_error("push_to_hub", "hub_token_missing", message))
+    problems += await reward_host_problems(session, settings, config)
     return problems
 
 

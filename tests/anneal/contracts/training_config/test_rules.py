@@ -203,7 +203,12 @@ GOOD: list[dict[str, Any]] = [
     {"type": "length", "min": 5, "max": 5, "unit": "words", "slack": 3},
     {"type": "format", "sections": ["think", "answer"]}, {"type": "model", "model": "org/judge"},
     {"type": "model", "model": "run_01k0000000000000000000000a", "weight": 2.0},
+    {"type": "http", "url": "https://scores.example.com", "rows_per_request": 1, "timeout_seconds": 5.0},
+    {"type": "http", "url": "http://[fd00::1]:8080/v1/score_(a);b=c", "weight": -1.0},
+    {"type": "judge", "url": "https://api.example.com/v1", "model": "org/grader", "rubric": "10: polite, 1: {rude}."},
+    {"type": "judge", "url": "https://host", "model": "m", "rubric": "r", "scale": [-1, 2], "parameters": {"seed": 7}},
 ]  # fmt: skip
+JUDGE = {"type": "judge", "url": "https://host", "model": "m", "rubric": "r"}
 BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "magic"}, ".type", "unknown_value", "'numeric_match'"),
     ({"weight": 1.0}, ".type", "missing", "required"),
@@ -226,11 +231,33 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "format", "sections": ["a b"]}, ".sections.0", "invalid_name", "characters"),
     ({"type": "model"}, ".model", "missing", "required"),
     ({"type": "model", "model": "../judge"}, ".model", "invalid_name", "not a path outside the models root"),
+    ({"type": "http"}, ".url", "missing", "required"),
+    *(
+        ({"type": "http", "url": url}, ".url", "bad_url", "without user, password")
+        for url in (
+            "", "scores.example.com", "ftp://scores.example.com", "https://", "https://ada:key@host",
+            "https://host?key=k", "https://host/#k", "https://host:70000", "https://host:0", "https://ho st",
+            "https://host/a b", "https://host\\@other", "https://[::1", "https://host/\n", "https://hóst/",
+            "HTTPS://host", "https://[host]/",
+        )
+    ),
+    ({"type": "http", "url": "https://host/" + "a" * 2000}, ".url", "out_of_range", "2000"),
+    ({"type": "http", "url": "https://host", "rows_per_request": 0}, ".rows_per_request", "out_of_range", "greater"),
+    ({"type": "http", "url": "https://host", "timeout_seconds": 601}, ".timeout_seconds", "out_of_range", "600"),
+    ({"type": "http", "url": "https://host", "api_key": "k"}, ".api_key", "unknown_field", "not a field"),
+    ({"type": "judge", "url": "https://host", "model": "m"}, ".rubric", "missing", "required"),
+    ({**JUDGE, "rubric": ""}, ".rubric", "out_of_range", "at least 1"),
+    ({**JUDGE, "rubric": "r" * 8001}, ".rubric", "out_of_range", "8000"),
+    ({**JUDGE, "scale": [1]}, ".scale", "out_of_range", "at least 2"),
+    ({**JUDGE, "scale": [2, 2]}, "", "bad_bounds", "lowest mark is not below"),
+    ({**JUDGE, "parameters": {"stream": True}}, "", "bad_parameters", "`stream` in `parameters`"),
+    ({**JUDGE, "parameters": {"a": float("nan")}}, "", "bad_parameters", "not JSON"),
+    ({**JUDGE, "parameters": {"a": "x" * 8000}}, "", "bad_parameters", "8,000"),
 ]  # fmt: skip
 
 
 FIELDS = st.sampled_from([
-    "pattern", "extract", "schema", "min", "max", "slack", "unit", "sections", "model", "weight", "mode", "$ref",
+    "pattern", "extract", "schema", "min", "max", "slack", "unit", "sections", "model", "url", "weight", "mode", "$ref",
     "$defs", "properties", "patternProperties", "multipleOf", "type", "#", "#/$defs/model", "a{2,3}", "[[:a:]]",
 ])  # fmt: skip
 VALUES = st.recursive(
@@ -238,7 +265,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS | st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-KINDS = st.sampled_from(["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model", "x"])
+KINDS = st.sampled_from(
+    ["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model", "http", "judge", "x"]
+)
 
 
 class TestRewards:
