@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, Text, func, text
+from sqlalchemy import BigInteger, CheckConstraint, Index, Text, func, text
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, JSONB
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -48,7 +48,8 @@ class WebhookDelivery(Base):
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    webhook_id: Mapped[str] = mapped_column(ForeignKey("webhooks.id", ondelete="CASCADE"))
+    webhook_id: Mapped[str]
+    """Not a foreign key: those of a deleted webhook are deleted in batches."""
     type: Mapped[str]
     run_id: Mapped[str | None]
     seq: Mapped[int | None] = mapped_column(BigInteger)

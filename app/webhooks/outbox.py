@@ -26,16 +26,13 @@ _RUN = f"""json_build_object(
 )"""
 
 # Without enabled webhooks, the first condition ends the statement before it joins anything. The second one leaves out
-# the history of imported runs; the clocks of workers may be behind. The lock keeps a webhook from being deleted between
-# this read and the check of the foreign key.
+# the history of imported runs; the clocks of workers may be behind.
 ENQUEUE_TAKEN = f"""
     INSERT INTO webhook_deliveries (id, webhook_id, type, run_id, seq, ts, event, run)
     SELECT {NEW_DELIVERY_ID}, w.id, e.type, e.run_id, e.seq, e.ts, e.data, {_RUN}
     FROM (SELECT * FROM taken ORDER BY position) AS taken
     JOIN run_events AS e USING (run_id, seq) JOIN runs AS r ON r.id = e.run_id
-    JOIN (
-        SELECT * FROM webhooks WHERE enabled AND EXISTS (SELECT FROM taken) ORDER BY id FOR KEY SHARE
-    ) AS w ON e.type = ANY (w.types)
+    JOIN webhooks AS w ON w.enabled AND e.type = ANY (w.types)
     WHERE EXISTS (SELECT FROM webhooks WHERE enabled)
         AND e.ts > w.created_at - interval '1 hour'
         AND coalesce(r.experiment_id = w.filter ->> 'experiment_id', true)

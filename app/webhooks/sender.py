@@ -82,12 +82,23 @@ _RECORD_FAILURE = text(
     WHERE id IN (SELECT webhook_id FROM attempted)
     """
 )
+# The ids of webhooks in deliveries are read one by one from the index: there are few, and maybe millions of deliveries.
 _PRUNE = text(
     f"""
-    DELETE FROM webhook_deliveries WHERE id IN (
+    WITH RECURSIVE named(id) AS (
+        SELECT min(webhook_id) FROM webhook_deliveries
+        UNION ALL
+        SELECT (SELECT min(webhook_id) FROM webhook_deliveries WHERE webhook_id > named.id) FROM named
+        WHERE named.id IS NOT NULL
+    ), old AS (
         SELECT id FROM webhook_deliveries WHERE finished_at < now() - interval '{_KEPT_DAYS} days'
-        LIMIT {_PRUNED_AT_ONCE}
+        LIMIT :limit FOR UPDATE SKIP LOCKED
+    ), orphaned AS (
+        SELECT id FROM webhook_deliveries
+        WHERE webhook_id IN (SELECT id FROM named EXCEPT SELECT id FROM webhooks)
+        LIMIT :limit FOR UPDATE SKIP LOCKED
     )
+    DELETE FROM webhook_deliveries WHERE id IN (SELECT id FROM old UNION ALL SELECT id FROM orphaned)
     """
 )
 
@@ -122,20 +133,18 @@ class WebhookSender:
             try:
                 self._attempt_ended.clear()
                 await self._start_attempts()
-                if time.monotonic() >= self._prune_at:
-                    await self._prune()
+                if time.monotonic() >= self._prune_at and not await self._prune():
                     self._prune_at = time.monotonic() + _PRUNE_EVERY
             except Exception as error:  # without this loop nothing would be sent again
                 _log_failure("looking for deliveries", error)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._attempt_ended.wait(), self._interval)
 
-    async def _prune(self) -> None:
-        """Delete old deliveries, in transactions of limited size."""
-        deleted = _PRUNED_AT_ONCE
-        while deleted == _PRUNED_AT_ONCE:
-            async with self._engine.begin() as connection:
-                deleted = (await connection.execute(_PRUNE)).rowcount
+    async def _prune(self) -> bool:
+        """Delete some old deliveries and some of deleted webhooks; return True if there may be more."""
+        async with self._engine.begin() as connection:
+            deleted = (await connection.execute(_PRUNE, {"limit": _PRUNED_AT_ONCE})).rowcount
+        return deleted >= _PRUNED_AT_ONCE
 
     async def _start_attempts(self) -> None:
         in_flight = Counter(self._attempts.values())

@@ -34,6 +34,17 @@ def deliveries(engine: Engine, webhook_id: str) -> list[Row[Any]]:
         return list(connection.execute(query.order_by(WebhookDelivery.id)))
 
 
+def enqueue_tests(engine: Engine, webhook_id: str, count: int) -> None:
+    """Insert due deliveries of the type `test`."""
+    statement = text(
+        "INSERT INTO webhook_deliveries (id, webhook_id, type, ts, event)"
+        " SELECT 'whd_' || right(w.id, 6) || lpad(n::text, 20, '0'), w.id, 'test', now(), '{}'"
+        " FROM webhooks AS w, generate_series(1, :count) AS n WHERE w.id = :id"
+    )
+    with engine.begin() as connection:
+        connection.execute(statement, {"id": webhook_id, "count": count})
+
+
 def make_due(engine: Engine, webhook_id: str, **values: Any) -> None:
     """Let the pause of the deliveries of a webhook be over."""
     statement = update(WebhookDelivery).where(WebhookDelivery.webhook_id == webhook_id)

@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 from sqlalchemy import Engine, text, update
+from sqlalchemy.ext.asyncio import AsyncSession
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks import WebhookVerificationError
 
@@ -18,10 +19,11 @@ from app.config import Settings
 from app.infra import guarded_http
 from app.infra.db import async_engine, sync_engine
 from app.tables.webhooks import Webhook
+from app.webhooks import sender, service
 from app.webhooks.http_post import AttemptFailed, post_message
 from app.webhooks.sender import MOST_AT_A_TIME, PAUSES, WebhookSender
 from tests.app.webhooks.receiver import Message, Receiver
-from tests.app.webhooks.rows import add_webhook, deliveries, end_run, make_due
+from tests.app.webhooks.rows import add_webhook, deliveries, end_run, enqueue_tests, make_due
 from tests.certificates import write_certificate
 from tests.server import ApiServer, ProcessServer
 from tests.waiting import eventually
@@ -180,14 +182,8 @@ async def test_several_senders_send_each_delivery_once_and_that_of_a_dead_one_ag
     settings = settings.model_copy(update={"webhook_private_hosts": "127.0.0.1"})
     webhook_id = add_webhook(engine, url=f"{receiver.url}/shared")
     _seal(settings, engine, webhook_id)
+    enqueue_tests(engine, webhook_id, 30)
     with engine.begin() as connection:
-        connection.execute(
-            text(
-                "INSERT INTO webhook_deliveries (id, webhook_id, type, ts, event) "
-                "SELECT 'whd_' || lpad(n::text, 26, '0'), :id, 'test', now(), '{}' FROM generate_series(1, 30) AS n"
-            ),
-            {"id": webhook_id},
-        )
         # As a sender has left it that died in its attempt.
         connection.execute(text("UPDATE webhook_deliveries SET attempts = 1 WHERE id LIKE '%1'"))
     engines = [async_engine(settings.database_url or "", pool_size=1) for _ in range(3)]
@@ -195,10 +191,31 @@ async def test_several_senders_send_each_delivery_once_and_that_of_a_dead_one_ag
     await asyncio.gather(*(sender.start() for sender in senders))
     await asyncio.to_thread(receiver.wait_for, "/shared", 30)
     await asyncio.to_thread(eventually, lambda: {row.status for row in deliveries(engine, webhook_id)} == {"delivered"})
-    for sender, used in zip(senders, engines, strict=True):
-        await sender.stop()
+    for webhook_sender, used in zip(senders, engines, strict=True):
+        await webhook_sender.stop()
         await used.dispose()
     assert len(receiver.at("/shared")) == len({message.id for message in receiver.at("/shared")}) == 30
+
+
+async def test_deletion_of_a_webhook_waits_for_no_delivery_and_all_are_deleted_in_batches(
+    settings: Settings, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted, other = add_webhook(engine), add_webhook(engine, enabled=False)
+    enqueue_tests(engine, deleted, 5)
+    enqueue_tests(engine, other, 5)
+    own = async_engine(settings.database_url or "", pool_size=1)
+    with engine.begin() as sending:
+        sending.execute(text("SELECT id FROM webhook_deliveries FOR UPDATE"))
+        async with AsyncSession(own) as session, session.begin():
+            await service.delete_webhook(session, deleted)
+    assert len(deliveries(engine, deleted)) == 5
+    monkeypatch.setattr(sender, "_PRUNED_AT_ONCE", 2)
+    pruning = WebhookSender(own, settings)
+    await pruning.start()
+    await asyncio.to_thread(eventually, lambda: not deliveries(engine, deleted), what="they are deleted")
+    await pruning.stop()
+    await own.dispose()
+    assert len(deliveries(engine, other)) == 5
 
 
 def _seal(settings: Settings, engine: Engine, webhook_id: str) -> None:
