@@ -204,7 +204,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     api.state.log_searches = asyncio.Semaphore(app.runs.reading.logs.endpoints.SEARCHES_AT_A_TIME)
     api.state.eta = EtaService(settings, WORKER_BACKENDS, api.state.reading_sessions)
     api.state.snapshots = Snapshots(dispatching, settings)
-    api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher)
+    api.state.metrics = Metrics(api.state.requests, streams, queue, dispatcher, webhooks)
     return_large_blocks()
     # Every stream stalls during a full garbage collection, so collections skip all objects that exist now, and a full
     # one runs after some millions of new objects instead of every 70,000 (a thousand streams have 300,000).

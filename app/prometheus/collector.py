@@ -15,6 +15,7 @@ from app.infra.broker import Broker
 from app.prometheus.snapshot import Snapshot
 from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
+from app.webhooks.sender import WebhookSender
 
 _OUTCOMES = ("lost", "retried", "handed_back", "repaired", *TERMINAL)
 
@@ -32,12 +33,20 @@ _TELEMETRY = (
 class Metrics:
     """All metrics that an API process exports, on a separate registry."""
 
-    def __init__(self, requests: RequestMetrics, streams: Streams, queue: Broker, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self,
+        requests: RequestMetrics,
+        streams: Streams,
+        queue: Broker,
+        dispatcher: Dispatcher,
+        webhooks: WebhookSender,
+    ) -> None:
         # They would add a `_created` series with the start time for each counter.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._service = ServiceCollector(streams, queue)
-        for collector in (requests.answered, requests.seconds, streams.lag, dispatcher.losses, self._service):
+        counters = (requests.answered, requests.seconds, streams.lag, dispatcher.losses, webhooks.outcomes)
+        for collector in (*counters, self._service):
             self.registry.register(collector)
         ProcessCollector(registry=self.registry)
 
@@ -100,6 +109,11 @@ def _database_gauges(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
         "anneal_queue_oldest_seconds",
         "Seconds for which the longest-waiting run has been ready to start, without the pause before a retry.",
         snapshot.oldest_waiting_seconds,
+    )
+    yield _build_gauge(
+        "anneal_webhook_oldest_seconds",
+        "Seconds since the oldest message that is not delivered, of webhooks that are enabled, was enqueued.",
+        snapshot.oldest_delivery_seconds,
     )
     steps = {(run_id,): step for run_id, step, _ in snapshot.steps}
     yield _build_gauge(

@@ -56,6 +56,10 @@ _QUERY = text(
         (SELECT json_object_agg(status, n) FROM (SELECT status, count(*) AS n FROM live GROUP BY status) AS s) AS live,
         (SELECT count(*) FROM waiting) AS waiting,
         (SELECT extract(epoch FROM greatest(now() - min(not_before), interval '0')) FROM waiting) AS oldest,
+        (SELECT extract(epoch FROM greatest(now() - min(d.created_at), interval '0')) FROM webhooks CROSS JOIN LATERAL (
+            SELECT created_at FROM webhook_deliveries WHERE webhook_id = webhooks.id AND status = 'pending'
+            ORDER BY created_at LIMIT 1
+        ) AS d WHERE enabled) AS oldest_delivery,
         (SELECT json_object_agg(status, n)
             FROM (SELECT status, count(*) AS n FROM recent GROUP BY status) AS s) AS recent,
         (SELECT json_object_agg(outcome, n)
@@ -85,6 +89,8 @@ class Snapshot:
     """Runs owned by a worker, by status."""
     waiting: int
     oldest_waiting_seconds: float
+    oldest_delivery_seconds: float
+    """Age of the oldest message of an enabled webhook that is not delivered."""
     recent: dict[str, int]
     """Runs created within the last day, by current status."""
     ended: dict[str, int]
@@ -142,6 +148,7 @@ def _snapshot_of(row: Any, seconds: float) -> Snapshot:
         live=row.live or {},
         waiting=row.waiting,
         oldest_waiting_seconds=float(row.oldest or 0),
+        oldest_delivery_seconds=float(row.oldest_delivery or 0),
         recent=row.recent or {},
         ended=row.ended or {},
         steps=[(run_id, step, total) for run_id, step, total in row.steps or []],

@@ -44,6 +44,12 @@ class WebhookDelivery(Base):
             "next_attempt_at",
             postgresql_where=text("status = 'pending'"),
         ),
+        Index(
+            "ix_webhook_deliveries_pending",
+            "webhook_id",
+            "created_at",
+            postgresql_where=text("status = 'pending'"),
+        ),
         Index("ix_webhook_deliveries_finished_at", "finished_at"),
     )
 

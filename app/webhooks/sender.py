@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
+import prometheus_client
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -118,6 +119,15 @@ class WebhookSender:
         self._turn = asyncio.Semaphore(1)
         """Turn to use the database: hundreds of attempts that end at once would run into the time limit of the pool."""
         self._prune_at = 0.0
+        self.outcomes = prometheus_client.Counter(
+            "anneal_webhook_attempts",
+            "Attempts of this process to deliver a message of a webhook: delivered, retried (another one follows), or "
+            "failed (none does).",
+            ["outcome"],
+            registry=None,
+        )
+        for outcome in ("delivered", "retried", "failed"):
+            self.outcomes.labels(outcome)
 
     async def start(self) -> None:
         """Start the loop."""
@@ -177,9 +187,13 @@ class WebhookSender:
         except Exception:
             log.exception("webhooks: delivery %s cannot be sent", delivery.id)
             error = "Anneal could not send the message, and the log of its API says why."
-        if error is not None:
+        if error is None:
+            outcome = "delivered"
+        else:
             pause = _pause_after(delivery.type, delivery.attempts)
             result |= {"error": error, "attempts": delivery.attempts, "pause": pause}
+            outcome = "failed" if pause is None else "retried"
+        self.outcomes.labels(outcome).inc()
         try:
             await self._execute(_RECORD_SUCCESS if error is None else _RECORD_FAILURE, result)
         except Exception as failure:

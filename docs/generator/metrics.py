@@ -15,6 +15,7 @@ from app.prometheus.collector import ServiceCollector
 from app.prometheus.snapshot import Snapshot
 from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
+from app.webhooks.sender import WebhookSender
 from docs.generator import markdown
 
 _INTRO = """\
@@ -27,6 +28,7 @@ _SNAPSHOT = Snapshot(
     live={},
     waiting=0,
     oldest_waiting_seconds=0.0,
+    oldest_delivery_seconds=0.0,
     recent={},
     ended={},
     steps=[("run_1", 1, 2)],
@@ -70,10 +72,11 @@ def _families() -> Iterator[tuple[Metric, tuple[str, ...], str]]:
     settings = Settings(database_url="postgresql://localhost/anneal", redis_url="redis://localhost")
     engine, broker, requests = async_engine(settings.database_url or ""), Broker(settings), RequestMetrics()
     streams, dispatcher = Streams(engine, broker), Dispatcher(engine, broker, settings)
+    webhooks = WebhookSender(engine, settings)
     service = ServiceCollector(streams, broker)
     of_process = {family.name for family in service.collect()}
     service.snapshot = _SNAPSHOT
-    counted = (requests.answered, requests.seconds, streams.lag, dispatcher.losses)
+    counted = (requests.answered, requests.seconds, streams.lag, dispatcher.losses, webhooks.outcomes)
     collectors: tuple[Collector, ...] = (service, *counted, ProcessCollector(registry=CollectorRegistry()))
     for collector in collectors:
         for family in collector.collect():

@@ -28,6 +28,7 @@ from app.runs.events.sources import RunSource
 from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
 from app.runs.state import machine
+from tests.app.webhooks.rows import add_webhook, enqueue_tests
 from tests.conftest import Services
 from tests.factories import Trainer, make_dataset, make_run
 from tests.rows import add_run, add_worker, claim
@@ -121,6 +122,22 @@ class TestTheState:
         taken = await self._taken(settings)
         assert taken.live == {"running": 300}
         assert len(taken.steps) == MOST_LIVE
+
+    async def test_oldest_message_that_waits_is_that_of_an_enabled_webhook(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        assert (await self._taken(settings)).oldest_delivery_seconds == 0.0
+        enabled, disabled = add_webhook(engine), add_webhook(engine, enabled=False)
+        age = text("UPDATE webhook_deliveries SET created_at = now() - interval '1 h' * CAST(right(id, 1) AS int)")
+        for webhook_id in (enabled, disabled):
+            enqueue_tests(engine, webhook_id, 3)
+        with engine.begin() as connection:
+            connection.execute(age)
+            connection.execute(
+                text("UPDATE webhook_deliveries SET status = 'delivered' WHERE webhook_id = :id AND id LIKE '%3'"),
+                {"id": enabled},
+            )
+        assert 7200 <= (await self._taken(settings)).oldest_delivery_seconds < 7300
 
     async def _taken(self, settings: Settings) -> Any:
         reading = async_engine(settings.database_url or "")

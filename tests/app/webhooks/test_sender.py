@@ -1,9 +1,11 @@
 """Sender: each delivery arrives at least once, signed, under one id, whatever its receiver and the processes do."""
 
 import asyncio
+import re
 import socket
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,10 +98,17 @@ def test_failed_attempts_are_repeated_under_one_id_until_the_receiver_accepts(
     assert (view["failing_since"], view["last_error"]) == (None, None)
 
 
+def count_outcomes(api: ApiServer) -> Counter[str]:
+    """Return how many attempts the API has made, by outcome."""
+    lines = re.findall(r'^anneal_webhook_attempts_total{outcome="(\w+)"} (\S+)$', api.client.get("/metrics").text, re.M)
+    return Counter({outcome: int(float(count)) for outcome, count in lines})
+
+
 def test_delivery_fails_after_the_attempts_of_31_hours_and_can_be_sent_again(
     webhook: dict[str, Any], shared_api: ApiServer, shared_engine: Engine, receiver: Receiver, request: Any
 ) -> None:
     assert 31 * 3600 <= sum(PAUSES) < 32 * 3600
+    before = count_outcomes(shared_api)
     path = f"/{request.node.originalname}"
     receiver.statuses[path] = [503, 503]
     end_run(shared_engine, tags=[path[1:]])
@@ -113,6 +122,7 @@ def test_delivery_fails_after_the_attempts_of_31_hours_and_can_be_sent_again(
     assert shared_api.client.post(f"{address}/{delivery.id}/redeliver").status_code == 202
     recorded(shared_engine, webhook["id"], 1)
     assert [message.id for message in receiver.at(path)] == [delivery.id] * 3
+    assert count_outcomes(shared_api) - before == {"retried": 1, "failed": 1, "delivered": 1}
 
 
 def test_slow_receiver_gets_few_messages_at_a_time_and_delays_no_other(
