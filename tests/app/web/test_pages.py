@@ -269,6 +269,38 @@ class TestWebhooks:
         dialog.get_by_role("button", name="Delete the webhook").click()
         expect(page.get_by_text("There are no webhooks yet.")).to_be_visible()
 
+    def test_webhook_is_restricted_to_some_runs_disabled_and_its_deliveries_are_filtered(
+        self, page: Page, shared_api: ApiServer
+    ) -> None:
+        created = {"url": "https://hooks.invalid/hook", "filter": {"base_model": "none"}}
+        path = shared_api.client.post("/v1/webhooks", json=created).headers["location"]
+        page.goto(path.removeprefix("/v1"))
+        page.get_by_role("button", name="Edit").click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Name").fill("failures")
+        dialog.get_by_label("Base model").fill("")
+        dialog.get_by_label("Tag").fill(" llama ")
+        dialog.get_by_label("Task").select_option("train")
+        dialog.get_by_label("Failed").check()
+        dialog.get_by_role("button", name="Save").click()
+        expect(page.get_by_role("heading", name="failures")).to_be_visible()
+        changed = shared_api.client.get(path).json()
+        assert changed["filter"] == {"tag": "llama", "task": "train", "status": ["failed"]}
+        assert (changed["url"], changed["types"]) == (created["url"], ["end"])
+        send = page.get_by_role("button", name="Send a test")
+        page.get_by_role("button", name="Disable").click()
+        expect(send).to_be_disabled()
+        assert shared_api.client.get(path).json()["enabled"] is False
+        page.get_by_role("button", name="Enable").click()
+        send.click()
+        row = page.get_by_role("row").filter(has_text="test")
+        expect(row).to_contain_text("hooks.invalid cannot be resolved.")
+        page.get_by_role("button", name="Delivered").click()
+        expect(page.get_by_text("No delivery has this status.")).to_be_visible()
+        page.get_by_role("button", name="Failed").click()
+        expect(row).to_be_visible()
+        assert shared_api.client.delete(path).status_code == 204
+
 
 class TestNewRun:
     @pytest.mark.full

@@ -1,15 +1,15 @@
 // Webhooks: addresses to which events are sent, and the deliveries of each.
 
 import { html, useState } from '../../vendor/preact.js';
-import { get, post } from '../api.js';
-import { Choice, Copy, Dialog } from '../components/controls.js';
+import { get, post, sendRequest } from '../api.js';
+import { Choice, Copy, Dialog, labelStatus, STATUSES } from '../components/controls.js';
 import { DeleteDialog, FormDialog } from '../components/dialogs.js';
 import { Icon } from '../components/icon.js';
 import { PageButtons } from '../components/pages.js';
 import { Empty, ErrorText, Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { useAction, useNow, useResource } from '../resource.js';
-import { query, useNavigation } from '../router.js';
+import { query, setQuery, useNavigation } from '../router.js';
 import { hasScope } from '../session.js';
 
 /** @import * as api from '../api_types.js' */
@@ -23,6 +23,21 @@ const TYPES = { end: 'Ends of runs', status: 'Status changes', progress: 'Progre
 const FORMATS = [
   ['standard', 'Signed JSON'],
   ['slack', 'Slack, Mattermost'],
+];
+/** @type {[string, string][]} */
+const TASKS = [
+  ['', 'All tasks'],
+  ['train', 'Training'],
+  ['evaluate', 'Evaluation'],
+  ['predict', 'Prediction'],
+  ['export', 'Export'],
+];
+/** @type {[string, string][]} */
+const DELIVERY_STATUSES = [
+  ['', 'All'],
+  ['pending', 'Pending'],
+  ['delivered', 'Delivered'],
+  ['failed', 'Failed'],
 ];
 
 /** @param {{ id?: string }} props */
@@ -46,9 +61,9 @@ function List() {
         </button>`}
       </div>
     </div>
-    ${isNew && html`<${NewDialog}
+    ${isNew && html`<${EditDialog}
       onClose=${() => setNew(false)}
-      onCreated=${(/** @type {api.Webhook} */ webhook) => {
+      onSaved=${(/** @type {api.Webhook} */ webhook) => {
         setNew(false);
         setCreated(webhook);
       }}
@@ -62,7 +77,10 @@ function List() {
         page.data.length === 0
           ? html`<section class="box">
               <${Empty} title="There are no webhooks yet.">
-                <p class="muted">A webhook tells a program, or a channel of Slack or Mattermost, when a run ends.</p>
+                <p class="muted">
+                  When a run ends, a message is sent to the address of each webhook: to a program, or to a channel of
+                  Slack or Mattermost.
+                </p>
               <//>
             </section>`
           : html`<section class="box scroll" tabindex="0" role="region" aria-label="Webhooks">
@@ -113,10 +131,13 @@ function Webhook({ id }) {
   const path = `/v1/webhooks/${id}`;
   const resource = useResource((signal) => get(path, {}, signal), id, { everyMs: EVERY_MS });
   const after = query.value.get('after');
-  const deliveries = useResource((signal) => get(`${path}/deliveries`, { after }, signal), `${id} ${after}`, {
-    everyMs: EVERY_MS,
-  });
-  const [openDialog, setOpenDialog] = useState(/** @type {'rotate' | 'delete' | null} */ (null));
+  const status = query.value.get('status') ?? '';
+  const deliveries = useResource(
+    (signal) => get(`${path}/deliveries`, { status, after }, signal),
+    `${id} ${status} ${after}`,
+    { everyMs: EVERY_MS },
+  );
+  const [openDialog, setOpenDialog] = useState(/** @type {'edit' | 'rotate' | 'delete' | null} */ (null));
   const [secret, setSecret] = useState(/** @type {string | null} */ (null));
   const action = useAction();
   const now = useNow(1000);
@@ -124,6 +145,11 @@ function Webhook({ id }) {
     action.run(async () => {
       await post(`${path}/${what}`);
       deliveries.reload();
+    });
+  const setEnabled = (/** @type {boolean} */ enabled) =>
+    action.run(async () => {
+      await sendRequest('PATCH', path, { body: { enabled } });
+      resource.reload();
     });
   return html`<${Loaded} resource=${resource} what="the webhook">
     ${(/** @type {api.Webhook} */ webhook) => html`
@@ -135,8 +161,23 @@ function Webhook({ id }) {
           <div class="meta"><${State} webhook=${webhook} now=${now} /><span>${describeEvents(webhook)}</span></div>
         </div>
         ${hasScope('write') && html`<div class="acts">
-          <button type="button" class="btn primary" disabled=${action.busy} onClick=${() => send('test')}>
+          <button
+            type="button"
+            class="btn primary"
+            disabled=${action.busy || !webhook.enabled}
+            onClick=${() => send('test')}
+          >
             Send a test
+          </button>
+          <button type="button" class="btn" onClick=${() => setOpenDialog('edit')}>Edit …</button>
+          <button
+            type="button"
+            class="btn"
+            disabled=${action.busy}
+            title=${webhook.enabled ? 'New events are not sent, and deliveries that are pending wait.' : ''}
+            onClick=${() => setEnabled(!webhook.enabled)}
+          >
+            ${webhook.enabled ? 'Disable' : 'Enable'}
           </button>
           <button type="button" class="btn" onClick=${() => setOpenDialog('rotate')}>Rotate the secret …</button>
           <button type="button" class="btn danger" onClick=${() => setOpenDialog('delete')}>Delete …</button>
@@ -144,6 +185,14 @@ function Webhook({ id }) {
       </div>
       <${ErrorText} error=${action.error} />
       ${webhook.last_error && html`<p class="warning">Last attempt: ${webhook.last_error}</p>`}
+      ${openDialog === 'edit' && html`<${EditDialog}
+        webhook=${webhook}
+        onClose=${() => setOpenDialog(null)}
+        onSaved=${() => {
+          setOpenDialog(null);
+          resource.reload();
+        }}
+      />`}
       ${openDialog === 'rotate' && html`<${FormDialog}
         title="Rotate the secret?"
         verb="Rotate"
@@ -167,9 +216,20 @@ function Webhook({ id }) {
       <${Loaded} resource=${deliveries} what="deliveries">
         ${(/** @type {api.Page<api.Delivery>} */ page) => html`
           <section class="box scroll" tabindex="0" role="region" aria-label="Deliveries">
-            <header><h2>Deliveries</h2></header>
+            <header>
+              <h2>Deliveries</h2>
+              <span class="grow"></span>
+              <${Choice}
+                label="Status of deliveries"
+                value=${status}
+                options=${DELIVERY_STATUSES}
+                onChange=${(/** @type {string} */ value) => setQuery({ status: value, after: null })}
+              />
+            </header>
             ${page.data.length === 0
-              ? html`<${Empty} title="There are no deliveries yet."><p class="muted">Send a test to see one.</p><//>`
+              ? status
+                ? html`<${Empty} title="No delivery has this status." />`
+                : html`<${Empty} title="There are no deliveries yet."><p class="muted">Send a test to see one.</p><//>`
               : html`<table class="table">
                   <thead>
                     <tr>
@@ -229,18 +289,31 @@ const SecretDialog = ({ secret, onClose }) => html`<${Dialog} title="Secret of t
   <footer><button type="button" class="btn primary" onClick=${onClose}>It is stored</button></footer>
 <//>`;
 
-/** @param {{ onClose: () => void, onCreated: (webhook: api.Webhook) => void }} props */
-function NewDialog({ onClose, onCreated }) {
-  const [url, setUrl] = useState('');
-  const [messageFormat, setMessageFormat] = useState('standard');
-  const [types, setTypes] = useState(['end']);
-  const toggleType = (/** @type {string} */ type) =>
-    setTypes(types.includes(type) ? types.filter((other) => other !== type) : [...types, type]);
+/** @param {{ webhook?: api.Webhook, onClose: () => void, onSaved: (webhook: api.Webhook) => void }} props */
+function EditDialog({ webhook, onClose, onSaved }) {
+  const [url, setUrl] = useState(webhook?.url ?? '');
+  const [name, setName] = useState(webhook?.name ?? '');
+  const [messageFormat, setMessageFormat] = useState(webhook?.format ?? 'standard');
+  const [types, setTypes] = useState(webhook?.types ?? ['end']);
+  const [conditions, setConditions] = useState(webhook?.filter ?? {});
+  const saveWebhook = async () => {
+    const filter = Object.fromEntries(
+      Object.entries(conditions)
+        .map(([field, value]) => [field, typeof value === 'string' ? value.trim() : value])
+        .filter(([, value]) => value?.length),
+    );
+    const body = { url: url.trim(), name: name.trim() || null, format: messageFormat, types, filter };
+    if (!webhook) return onSaved(await post('/v1/webhooks', body));
+    const isChanged = (/** @type {[string, any]} */ [field, value]) =>
+      JSON.stringify(value) !== JSON.stringify(webhook[/** @type {keyof api.Webhook} */ (field)]);
+    const changes = Object.fromEntries(Object.entries(body).filter(isChanged));
+    return onSaved(await sendRequest('PATCH', `/v1/webhooks/${webhook.id}`, { body: changes }));
+  };
   return html`<${FormDialog}
-    title="New webhook"
-    verb="Create"
+    title=${webhook ? 'Edit the webhook' : 'New webhook'}
+    verb=${webhook ? 'Save' : 'Create'}
     onClose=${onClose}
-    onSubmit=${async () => onCreated(await post('/v1/webhooks', { url: url.trim(), format: messageFormat, types }))}
+    onSubmit=${saveWebhook}
   >
     <div class="f">
       <label for="webhook-url">Address</label>
@@ -252,18 +325,96 @@ function NewDialog({ onClose, onCreated }) {
         value=${url}
         onInput=${(/** @type {any} */ event) => setUrl(event.target.value)}
       />
-      <p class="hint">A public address with HTTPS. The command line can restrict it to some runs.</p>
+      <p class="hint">A public address with HTTPS.</p>
+    </div>
+    <div class="f">
+      <label for="webhook-name">Name</label>
+      <input
+        id="webhook-name"
+        type="text"
+        required=${webhook !== undefined}
+        maxlength="200"
+        placeholder="the host of its address"
+        value=${name}
+        onInput=${(/** @type {any} */ event) => setName(event.target.value)}
+      />
     </div>
     <div class="f">
       <${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${setMessageFormat} />
     </div>
-    <div class="f">
+    <div class="f" role="group" aria-label="Events">
       ${Object.entries(TYPES).map(
         ([type, text]) => html`<label class="row">
-          <input type="checkbox" checked=${types.includes(type)} onChange=${() => toggleType(type)} />
+          <input type="checkbox" checked=${types.includes(type)} onChange=${() => setTypes(toggle(types, type))} />
           ${text}
         </label>`,
       )}
     </div>
+    <${Conditions} conditions=${conditions} onChange=${setConditions} />
   <//>`;
 }
+
+/**
+ * Conditions on the run of an event.
+ * @param {{ conditions: api.Webhook['filter'], onChange: (conditions: api.Webhook['filter']) => void }} props
+ */
+function Conditions({ conditions, onChange }) {
+  const experiments = useResource((signal) => get('/v1/experiments', { limit: 200 }, signal), 'experiments');
+  const setFromEvent = (/** @type {string} */ name) => (/** @type {any} */ event) =>
+    onChange({ ...conditions, [name]: event.target.value });
+  const statuses = conditions.status ?? [];
+  return html`
+    <p class="legend-text">
+      <b>Runs</b> <span class="hint">All conditions must hold; without any, every run counts.</span>
+    </p>
+    <div class="f">
+      <label for="webhook-experiment">Experiment</label>
+      <select id="webhook-experiment" value=${conditions.experiment_id ?? ''} onChange=${setFromEvent('experiment_id')}>
+        <option value="">All experiments</option>
+        ${(experiments.data?.data ?? []).map(
+          (/** @type {any} */ experiment) => html`<option value=${experiment.id}>${experiment.name}</option>`,
+        )}
+      </select>
+    </div>
+    <div class="f">
+      <label for="webhook-task">Task</label>
+      <select id="webhook-task" value=${conditions.task ?? ''} onChange=${setFromEvent('task')}>
+        ${TASKS.map(([task, text]) => html`<option value=${task}>${text}</option>`)}
+      </select>
+    </div>
+    ${[
+      ['base_model', 'Base model'],
+      ['tag', 'Tag'],
+    ].map(
+      ([condition, label]) => html`<div class="f" key=${condition}>
+        <label for=${`webhook-${condition}`}>${label}</label>
+        <input
+          id=${`webhook-${condition}`}
+          type="text"
+          maxlength=${condition === 'tag' ? 200 : 300}
+          value=${conditions[condition] ?? ''}
+          onInput=${setFromEvent(condition)}
+        />
+      </div>`,
+    )}
+    <div class="row wrap" role="group" aria-label="Statuses that an event reports">
+      ${STATUSES.map(
+        (status) => html`<label class="row">
+          <input
+            type="checkbox"
+            checked=${statuses.includes(status)}
+            onChange=${() => onChange({ ...conditions, status: toggle(statuses, status) })}
+          />
+          ${labelStatus(status)}
+        </label>`,
+      )}
+    </div>
+  `;
+}
+
+/**
+ * @param {string[]} values
+ * @param {string} value
+ */
+const toggle = (values, value) =>
+  values.includes(value) ? values.filter((other) => other !== value) : [...values, value];
