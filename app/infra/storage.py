@@ -28,7 +28,7 @@ from app.infra.files.object_store import (
 from app.infra.files.store_calls import StoreCalls
 from app.infra.files.tree import remove_tree
 from app.infra.files.untrusted_folder import OutsideStorage
-from app.infra.files.verified_reads import VerifiedReads
+from app.infra.files.verified_reads import DigestFolder, VerifiedReads
 from app.infra.ids import is_id
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Storage:
         self.root = settings.storage_root
         self.objects = objects
         self.calls = StoreCalls(_CALLS, _CALL_WAIT_SECONDS, _CALL_SECONDS)
-        self.verified_reads = VerifiedReads(_CALL_SECONDS)
+        self.verified_reads = VerifiedReads(_CALL_SECONDS, DigestFolder(settings.home / "digests"))
         self._transfers = StoreCalls(_TRANSFERS, _TRANSFER_WAIT_SECONDS, None)
 
     @classmethod
