@@ -14,6 +14,7 @@ from app.api.pagination import Paging, fetch_page, found_by, search_condition
 from app.infra.ids import new_id
 from app.runs.reading.queries import best_of
 from app.runs.state import deletion
+from app.runs.state.service import lock_runs
 from app.tables.checkpoints import Checkpoint
 from app.tables.experiments import Experiment
 from app.tables.runs import Run
@@ -90,7 +91,7 @@ async def remove_experiment(session: AsyncSession, experiment_id: str, *, cascad
     """
     runs = select(Run.id).where(Run.experiment_id == experiment_id)
     # Same lock order as a resume, which locks the run and then the experiment.
-    await session.execute(runs.order_by(Run.id).with_for_update())
+    await lock_runs(session, runs)
     experiment = await _lock_experiment(session, experiment_id)
     held = await count_contents(session, experiment_id)
     if not held.is_empty and not cascade:

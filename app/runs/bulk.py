@@ -25,8 +25,7 @@ async def change_each(
     that says so too.
     """
     changes: dict[str, RunChange] = {}
-    # Newest first: a run is deleted after those that were resumed from it. One order for all requests, whose locks
-    # would otherwise wait for each other.
+    # Newest first: a run is deleted after those that were resumed from it, and `service.lock_runs` has the same order.
     for run_id in sorted(set(ids), reverse=True):
         try:
             async with session.begin_nested():

@@ -270,7 +270,7 @@ class Pruning:
             if await session.scalar(young.limit(1)):
                 return False
             # Locked, so that none of them is pinned in between.
-            held = select(Run.id, Run.pinned).where(*inside).with_for_update(read=True)
+            held = select(Run.id, Run.pinned).where(*inside).order_by(Run.id.desc()).with_for_update(read=True)
             pinned_ids = [row.id for row in (await session.execute(held)).all() if row.pinned]
             has_others = text(f"SELECT 1 FROM {name} WHERE run_id <> ALL(:kept) LIMIT 1")
             if not await session.scalar(has_others, {"kept": pinned_ids}):

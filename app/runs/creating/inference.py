@@ -42,6 +42,7 @@ from app.runs.creating.creation import (
 from app.runs.creating.plan import NewRun
 from app.runs.creating.requirements import build_requirements
 from app.runs.creating.validation.request import lock_references, validate_request
+from app.runs.state.service import lock_runs
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
@@ -138,6 +139,7 @@ async def plan_inference(
         overrides = inference.overrides(run, subject.changes)
         user_set_fields |= subject.changes.kept_fields(run)
         config = await asyncio.to_thread(_as_trained, run, subject.changes, overrides, user_set_fields)
+    await lock_runs(session, {*plan.reward_run_ids, plan.base_run_id, run.id if run else None}, for_child=True)
     await _lock_weights(session, request.model)
     await lock_references(session, run_request, plan)
     is_output = run is not None and subject.checkpoint is None

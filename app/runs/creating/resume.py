@@ -82,6 +82,8 @@ async def resume_run(
     await _lock_ended_run(session, run_id)  # locked again: no connection was held while threads worked
     if checkpoint is not None:
         checkpoint = await _find_checkpoint(session, parent, checkpoint.id)
+    # The insertion would lock these older runs in another order.
+    await service.lock_runs(session, {*plan.reward_run_ids, plan.base_run_id}, for_child=True)
     new = NewRun.derived_from(
         parent,
         plan,

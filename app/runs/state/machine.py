@@ -394,10 +394,13 @@ def requeue_unclaimed(run_id: str, lease_epoch: int, reason: str, delay_seconds:
 def preempt(run_ids: list[str], for_run: str) -> Executable:
     """Ask live runs to save and return to the queue, in favor of a pending run; a row for each that was asked."""
     waits = select(runs.c.id).where(runs.c.id == for_run, runs.c.status == "pending").scalar_subquery()
+    # In the order of all who lock several runs (`service.lock_runs`).
+    victims = select(runs.c.id).where(runs.c.id.in_(run_ids)).order_by(runs.c.id.desc())
+    locked = victims.with_for_update(key_share=True).cte("locked")
     return (
         update(runs)
         .where(
-            runs.c.id.in_(run_ids),
+            runs.c.id == locked.c.id,
             runs.c.status.in_(LIVE),
             runs.c.stop_requested_at.is_(None),
             runs.c.preempted_for.is_(None),

@@ -1,10 +1,10 @@
 """Operations on runs that exist; `machine.py` writes their statuses."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import literal_column, select
+from sqlalchemy import Select, literal_column, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.attempt.run_facts import invalid_facts
@@ -106,6 +106,18 @@ async def lock_run(session: AsyncSession, run_id: str, *, for_child: bool = Fals
     if run is None:
         raise not_found("run", run_id)
     return run
+
+
+async def lock_runs(
+    session: AsyncSession, run_ids: Collection[str | None] | Select[str], *, for_child: bool = False
+) -> None:
+    """Lock those of the runs that exist until the commit; `for_child`: they may change, but not be deleted.
+
+    Every transaction that waits for the locks of several runs takes them in this order: newest first, and so a run
+    before those that it continues or whose output it uses. Otherwise two transactions could wait for each other.
+    """
+    query = select(Run.id).where(Run.id.in_(run_ids)).order_by(Run.id.desc())
+    await session.execute(query.with_for_update(read=for_child, key_share=for_child))
 
 
 async def stop_run(

@@ -34,6 +34,7 @@ from app.runs.creating.estimates.hub_config import HubConfig, cached_path
 from app.runs.creating.estimates.model_config import NoConfig, base_of, parse_config
 from app.runs.creating.plan import RunPlan
 from app.runs.creating.validation.result import ValidationResult
+from app.runs.state.service import lock_runs
 from app.tables.runs import Run
 from app.workers.online import OnlineWorker, read_online_workers
 
@@ -240,11 +241,7 @@ async def lock_models(session: AsyncSession, config: Mapping[str, Any], plan: Ru
     if plan.base_run_id is not None:
         used.append(("base_model", plan.base_run_id, "base"))
     used += [(name, run_id, role) for name, run_id, role in models_of(config) if run_id in plan.reward_run_ids]
-    # In one order for all requests, as the deletion of an experiment locks its runs.
-    ids = sorted({run_id for _, run_id, _ in used})
-    await session.execute(
-        select(Run.id).where(Run.id.in_(ids)).order_by(Run.id).with_for_update(read=True, key_share=True)
-    )
+    await lock_runs(session, {run_id for _, run_id, _ in used}, for_child=True)
     for name, run_id, role in used:
         try:
             await _output_attempt(session, run_id, role)
@@ -255,7 +252,7 @@ async def lock_models(session: AsyncSession, config: Mapping[str, Any], plan: Ru
 
 async def _output_attempt(session: AsyncSession, run_id: str, role: _Role) -> int | None:
     query = select(Run.status, Run.output_attempt, Run.method, Run.task).where(Run.id == run_id)
-    run = (await session.execute(query.with_for_update(read=True, key_share=True))).one_or_none()
+    run = (await session.execute(query)).one_or_none()
     if run is None:
         raise resolver.BaseModelError(
             f"{role}_run_not_found", f"There is no run {run_id}; GET /v1/runs?status=completed lists usable runs."
