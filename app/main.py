@@ -20,6 +20,7 @@ import app.datasets.endpoints
 import app.datasets.service
 import app.experiments.endpoints
 import app.models.endpoints
+import app.openai.models
 import app.prometheus.endpoints
 import app.runs.endpoints
 import app.runs.events.endpoints
@@ -139,6 +140,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
+    for compatible in (app.openai.models,):
+        api.include_router(
+            compatible.router,
+            prefix="/openai/v1",
+            tags=["OpenAI-compatible"],
+            dependencies=[Depends(refuse_unknown_parameters)],
+        )
     api.include_router(docs_page.router)
     api.include_router(app.prometheus.endpoints.router)
     api.include_router(app.web.endpoints.router)

@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from app.api.errors import ApiError
+from app.api.errors import ApiError, is_below_openai
 
 SCOPES = ("read", "write", "admin")
 
@@ -76,6 +76,8 @@ def is_public_call(method: str, path: str) -> bool:
 def is_for_people(scope: Scope) -> bool:
     """Return True if a browser opens an address outside the API, where a page says more than a JSON error."""
     if scope["type"] != "http" or scope["method"] not in _READ or scope["path"].startswith(("/v1/", "/assets/")):
+        return False
+    if is_below_openai(scope["path"]):
         return False
     return "text/html" in Headers(scope=scope).get("accept", "")
 

@@ -55,11 +55,13 @@ async def refuse_unknown_parameters(request: Request) -> None:
     if not request.scope["query_string"]:
         return
     known = _parameters_of(request.scope["route"])
-    if request.query_params.keys() <= known:
+    # Of an object, which is documented as `deepObject`, each member is a parameter: `metadata[team]`.
+    unknown = [name for name in request.query_params if not {name, name[: name.find("[") + 1]} & known]
+    if not unknown:
         return
     supported = f"the parameters are {', '.join(f'`{name}`' for name in sorted(known))}" if known else "it has none"
     errors = []
-    for name in sorted(request.query_params.keys() - known):
+    for name in sorted(set(unknown)):
         near = difflib.get_close_matches(name, sorted(known), n=1)
         message = f"is not a parameter of this call; {f'perhaps `{near[0]}`' if near else supported}"
         errors.append(FieldError(field=name, code="unknown_parameter", message=message))
@@ -68,7 +70,9 @@ async def refuse_unknown_parameters(request: Request) -> None:
 
 def _parameters_of(route: Any) -> frozenset[str]:
     if (parameters := _parameters.get(route.endpoint)) is None:
-        parameters = _parameters[route.endpoint] = frozenset(_query_parameters(route.dependant))
+        documented = (getattr(route, "openapi_extra", None) or {}).get("parameters", ())
+        objects = {f"{one['name']}[" for one in documented if one.get("style") == "deepObject"}
+        parameters = _parameters[route.endpoint] = frozenset(_query_parameters(route.dependant) | objects)
     return parameters
 
 

@@ -35,9 +35,14 @@ log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 
+_OPENAI_CODES = {"invalid_key": "invalid_api_key"}
+"""Codes that clients of OpenAI's API compare, by ours."""
+
 RETRY_SECONDS = 5
 
 _MAX_ERRORS = 100
+_SHOWN_ERRORS = 20
+"""Errors of fields in the message of an error of OpenAI's form."""
 
 _BROKEN_DISK = {errno.EROFS, errno.EIO, errno.ESTALE}
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
@@ -206,9 +211,16 @@ def request_id(scope: Scope) -> str:
     return str(state["request_id"])
 
 
+def is_below_openai(path: str) -> bool:
+    """Return True if the path belongs to the OpenAI-compatible API, whose errors have OpenAI's form."""
+    return path == "/openai" or path.startswith("/openai/")
+
+
 def problem_response(scope: Scope, error: ApiError) -> Response:
-    """Create the problem+json response for `error`."""
+    """Create the response for `error`: problem+json, or OpenAI's form below `/openai`."""
     id = request_id(scope)
+    if is_below_openai(scope.get("path", "")):
+        return _openai_response(id, error)
     body: dict[str, Any] = {
         "type": f"urn:anneal:problem:{error.code}",
         "title": HTTPStatus(error.status).phrase,
@@ -218,16 +230,45 @@ def problem_response(scope: Scope, error: ApiError) -> Response:
         "request_id": id,
     }
     if error.errors:
-        body["errors"] = [
-            {
-                "field": to_printable(item.field, 200),
-                "code": to_printable(item.code, 100),
-                "message": to_printable(item.message, 500),
-            }
-            for item in error.errors[:_MAX_ERRORS]
-        ]
+        body["errors"] = _printable_errors(error)
     headers = {**error.headers, "x-request-id": id}
     return JSONResponse(body, error.status, headers, MEDIA_TYPE)
+
+
+def _openai_response(id: str, error: ApiError) -> Response:
+    """Create the response for `error` in OpenAI's form, with its 400 for an invalid request.
+
+    Several errors of fields are in `errors`, which OpenAI's form does not have and its clients ignore.
+    """
+    status, headers = 400 if error.status == 422 else error.status, {**error.headers, "x-request-id": id}
+    if status == 409:
+        headers.setdefault("x-should-retry", "false")  # the clients repeat a 409, which changes nothing here
+    kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+    errors, message = _printable_errors(error), to_printable(error.detail, 2000)
+    # Of one error, the code of its field says more than that of the request.
+    code = errors[0]["code"] if len(errors) == 1 and error.code == "invalid_request" else error.code
+    if len(errors) > 1:  # the clients show the message alone
+        message += "".join(f"\n- `{item['field']}`: {item['message']}" for item in errors[:_SHOWN_ERRORS])
+    body: dict[str, Any] = {
+        "message": message,
+        "type": kind,
+        "param": (errors[0]["field"] or None) if errors else None,
+        "code": _OPENAI_CODES.get(code, code),
+    }
+    if len(errors) > 1:
+        body["errors"] = errors
+    return JSONResponse({"error": body}, status, headers)
+
+
+def _printable_errors(error: ApiError) -> list[dict[str, str]]:
+    return [
+        {
+            "field": to_printable(item.field, 200),
+            "code": to_printable(item.code, 100),
+            "message": to_printable(item.message, 500),
+        }
+        for item in error.errors[:_MAX_ERRORS]
+    ]
 
 
 def to_printable(text: str, most: int) -> str:

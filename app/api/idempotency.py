@@ -22,7 +22,12 @@ class Idempotency:
         if not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
             message = "must be 1 to 255 printable ASCII characters"
             raise invalid([FieldError(field="Idempotency-Key", code="invalid", message=message)])
-        return cls(key, hashlib.sha256(call.encode() + b"\0" + body).hexdigest())
+        return cls(key, request_digest(call, body))
+
+
+def request_digest(call: str, body: bytes) -> str:
+    """Return the digest by which requests are compared, of the call's path and the body."""
+    return hashlib.sha256(call.encode() + b"\0" + body).hexdigest()
 
 
 def idempotency_key_reused(created: str) -> ApiError:

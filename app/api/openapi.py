@@ -8,8 +8,9 @@ from pydantic.json_schema import models_json_schema
 
 from anneal.contracts.errors import FieldError, ProblemDetails
 from anneal.contracts.events import EVENTS
+from anneal.contracts.schemas.openai.errors import OpenAIErrorBody
 from app.api.authorization import is_public_call
-from app.api.errors import MEDIA_TYPE
+from app.api.errors import MEDIA_TYPE, is_below_openai
 
 _ALWAYS = {
     "400": "The request could not be read.",
@@ -42,6 +43,8 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
         schemas |= events["$defs"]
         schemas["ProblemDetails"] = ProblemDetails.model_json_schema(ref_template=template)
         schemas["ProblemDetails"].pop("$defs", None)
+        _, of_openai = models_json_schema([(OpenAIErrorBody, "serialization")], ref_template=template)
+        schemas |= of_openai["$defs"]
         document["components"]["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer"},
             "session": {
@@ -72,8 +75,13 @@ def _complete_operation(method: str, path: str, operation: dict[str, Any]) -> No
     if "requestBody" in operation:
         described |= _WITH_BODY
     responses.pop("422", None)
+    if is_below_openai(path):
+        described["400"] = described.pop("422")
+    model, media_type = "ProblemDetails", MEDIA_TYPE
+    if is_below_openai(path):
+        model, media_type = "OpenAIErrorBody", "application/json"
     for status, description in described.items():
         responses.setdefault(status, {"description": description})
     for status, response in responses.items():
         if status >= "400":
-            response["content"] = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDetails"}}}
+            response["content"] = {media_type: {"schema": {"$ref": f"#/components/schemas/{model}"}}}

@@ -32,7 +32,7 @@ def page() -> str:
             groups.setdefault(operation.get("tags", ["service"])[0], []).append((method.upper(), path, operation))
     text = markdown.header("HTTP endpoints", "the OpenAPI document of `app/main.py`") + _INTRO
     for tag, operations in groups.items():
-        text += f"## {tag.capitalize()}\n\n"
+        text += f"## {tag[:1].upper()}{tag[1:]}\n\n"
         for method, path, operation in operations:
             text += f"### `{method} {path}`\n\n" + "".join(_operation(operation))
     return text.rstrip("\n") + "\n"

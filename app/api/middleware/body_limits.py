@@ -12,7 +12,7 @@ from app.api.errors import ApiError, invalid, problem_response, to_printable, to
 from app.config import Settings
 from app.infra import strict_json
 
-STREAMED = {("POST", "/v1/datasets")}
+STREAMED = {("POST", "/v1/datasets"), ("POST", "/openai/v1/files")}
 """Endpoints that stream their body, up to `max_upload_bytes`; all others take JSON up to `max_json_bytes`."""
 _MOST_PUBLIC_BYTES = {("POST", "/v1/session"): 4096}
 """Most bytes of a body that is read without a key, where there is one."""

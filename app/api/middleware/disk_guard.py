@@ -11,6 +11,7 @@ _STORES_NOTHING = {"GET", "HEAD", "OPTIONS", "DELETE"}
 """Methods that are answered without room: a deletion makes some."""
 _NEEDED_WITHOUT_ROOM = re.compile(
     r"/v1/(?:session(?:/links)?|stream-tickets|runs/(?:validate|estimate|stop|delete)|runs/[^/]+/stop)"
+    r"|/openai/v1/fine_tuning/jobs/[^/]+/(?:cancel|pause)"
 )
 """Calls that an operator needs to look at the service, and to stop what fills the disk."""
 

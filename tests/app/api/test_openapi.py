@@ -161,7 +161,7 @@ def _send_example(
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
         "checkpoint_id": things.checkpoint, "action_id": action_id, "key_id": key, "attempt": 1,
-        "webhook_id": webhook_id, "delivery_id": delivery_id,
+        "webhook_id": webhook_id, "delivery_id": delivery_id, "model": "my-model",
         "path": "metrics.jsonl" if "/attempts/" in path else "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])
