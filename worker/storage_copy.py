@@ -23,7 +23,7 @@ from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
 from app.tables.administration.installation import Installation, register_installation
 from app.tables.checkpoints import Checkpoint
-from app.tables.datasets import Dataset
+from app.tables.datasets import Dataset, files_of
 from app.tables.runs import Attempt, Run
 from app.tables.workers import Worker
 from app.workers.queries import is_fresh
@@ -61,7 +61,8 @@ class StorageCopy:
         except WrongStore as error:
             if error.is_marked:
                 raise SetupError(f"{self._remote.url} cannot be used: {error}.") from error
-        for dataset in self._fetch_rows(select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)):
+        dataset_columns = (Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256, Dataset.source)
+        for dataset in self._fetch_rows(select(*dataset_columns)):
             self._try_copy("datasets", dataset.id, partial(self._copy_dataset, dataset))
         is_usable = Checkpoint.deleted_at.is_(None) & Checkpoint.bad_reason.is_(None)
         for checkpoint in self._fetch_rows(select(*Checkpoint.__table__.c).where(is_usable)):
@@ -84,10 +85,11 @@ class StorageCopy:
             self.missing.append(name)
 
     def _copy_dataset(self, row: Any) -> None:
-        path = self._storage.dataset_file(row.id, row.extension)
-        key = self._storage.key_of(path)
-        if self._hash_stored(key, row.bytes) != row.sha256:
-            self._remote.objects.put(key, _verified_chunks(path, row.sha256))
+        for file in files_of(row):
+            path = self._storage.dataset_file(row.id, file.extension)
+            key = self._storage.key_of(path)
+            if self._hash_stored(key, file.bytes) != file.sha256:
+                self._remote.objects.put(key, _verified_chunks(path, file.sha256))
 
     def _copy_checkpoint(self, row: Any) -> None:
         folder = self._storage.named_checkpoint(row.run_id, row.attempt, row.name)

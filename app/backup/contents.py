@@ -13,14 +13,14 @@ from app.infra.errors import SetupError
 from app.infra.files import file_manifest
 from app.infra.storage import Storage
 from app.tables.checkpoints import Checkpoint
-from app.tables.datasets import Dataset
+from app.tables.datasets import Dataset, files_of
 from app.tables.migrate import current_revision, schema_error
 from app.tables.runs import Run
 
 
 @dataclass(frozen=True)
 class StoredDataset:
-    """Dataset as the database describes it."""
+    """File of a dataset as the database describes it."""
 
     id: str
     extension: str
@@ -45,6 +45,7 @@ class Contents:
 
     revision: str
     datasets: list[StoredDataset]
+    """Files of datasets; those of one dataset follow each other."""
     checkpoints: list[StoredCheckpoint]
     attempts: dict[str, int]
     """Newest attempt of each run, 0 before its first."""
@@ -69,7 +70,7 @@ class Contents:
         checkpoint_columns = (
             Checkpoint.id, Checkpoint.run_id, Checkpoint.attempt, Checkpoint.name, Checkpoint.manifest_sha256,
         )  # fmt: skip
-        dataset_query = select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256)
+        dataset_query = select(Dataset.id, Dataset.extension, Dataset.bytes, Dataset.sha256, Dataset.source)
         checkpoint_query = select(*checkpoint_columns).where(stored)
         run_query = select(Run.id, Run.attempt, Run.output_attempt)
         if run_ids is not None:
@@ -82,7 +83,7 @@ class Contents:
         runs = connection.execute(run_query).all()
         return cls(
             revision,
-            [StoredDataset(*row) for row in datasets],
+            [StoredDataset(row.id, *file) for row in datasets for file in files_of(row)],
             [StoredCheckpoint(*row) for row in checkpoints],
             {row.id: row.attempt for row in runs},
             [(row.id, row.output_attempt) for row in runs if row.output_attempt is not None],

@@ -64,8 +64,8 @@ def stored_files(root: Path, contents: Contents, unreadable: dict[str, str]) -> 
     the same, and must find no files there. So are hidden folders, which are half written. Folders that cannot be read,
     for which a trainer suffices, are added to `unreadable`.
     """
-    for dataset in contents.datasets:
-        yield from _list_files(root, f"datasets/{dataset.id}", lambda _: True, unreadable)
+    for dataset_id in dict.fromkeys(dataset.id for dataset in contents.datasets):
+        yield from _list_files(root, f"datasets/{dataset_id}", lambda _: True, unreadable)
     checkpoints = {(stored.run_id, stored.attempt, stored.name) for stored in contents.checkpoints}
     for run_id, newest in contents.attempts.items():
 

@@ -10,13 +10,13 @@ from anneal.contracts.schemas.datasets import UPLOAD_BODY, DatasetMix, DatasetRo
 from anneal.contracts.schemas.page import Page
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Session, release_connection
-from app.api.file_response import OpenFileResponse, StoredFileResponse
 from app.api.idempotency import Idempotency
 from app.api.open_responses import DownloadLimit
 from app.api.pagination import FindQuery, PageQuery, SearchQuery
 from app.audit.log import call_of
 from app.datasets import mix, rows, service, sources
-from app.infra.files.object_store import ObjectMissing, StoredFile
+from app.datasets.content_response import content_response
+from app.infra.files.object_store import ObjectMissing
 from app.infra.files.verified_reads import CorruptContent
 
 router = APIRouter(prefix="/datasets", tags=["datasets"])
@@ -171,11 +171,4 @@ async def download_dataset(dataset_id: str, session: Session, storage: CurrentSt
     """Download the rows as JSONL, completely or the requested ranges; `ETag` is the SHA-256."""
     dataset = await service.get_dataset(session, dataset_id)
     await release_connection(session)
-    file = await storage.in_thread(service.open_content, storage, dataset)
-    name, media_type = service.file_name(dataset), "application/x-ndjson"
-    if isinstance(file, StoredFile):
-        corrupt, modified = service.corrupt_error(dataset), dataset.created_at.timestamp()
-        return StoredFileResponse(
-            file, storage, dataset.sha256, corrupt, filename=name, modified=modified, media_type=media_type
-        )
-    return OpenFileResponse(file, media_type=media_type, filename=name, headers={"ETag": f'"{dataset.sha256}"'})
+    return await content_response(storage, dataset, "application/x-ndjson")

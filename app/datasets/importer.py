@@ -77,6 +77,8 @@ class ImportedFile:
     token_statistics: dict[str, Any] | None = None
     digest: str = ""
     """Digest of the request: of the original file and of all fields."""
+    original: Path | None = None
+    """The original file, if it is to be kept and differs from the one in `path`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class ImportOptions:
     file_format: FileType | None = None
     columns: Mapping[str, str] | None = None
     tokens: TokenCounter | None = None
+    keeps_original: bool = False
+    """Keep the original file, unless it is the same as the one with the rows."""
 
 
 class DatasetImporter:
@@ -101,7 +105,10 @@ class DatasetImporter:
         self._settings = settings
         self._reading = reading
         self._disk_reserve = DiskReserve(folder, settings.disk_reserve_bytes)
-        self._stored = StoredFile(folder / "data", settings.max_upload_bytes, self._disk_reserve)
+        most_bytes = settings.max_upload_bytes
+        self._stored = StoredFile(folder / "data", most_bytes, self._disk_reserve)
+        is_kept = reading.keeps_original
+        self._original = StoredFile(folder / "original", most_bytes, self._disk_reserve) if is_kept else None
         self._rows = RowWriter(reading.format, self._stored.write, reading.columns, reading.tokens)
         self._requested_format = reading.format
         self._reader: Reader | None = None
@@ -141,6 +148,8 @@ class DatasetImporter:
         if self._bytes_received > self._settings.max_upload_bytes:
             raise too_large("A dataset", self._settings.max_upload_bytes)
         self._sha256.update(data)
+        if self._original is not None:
+            self._original.write(data)
         try:
             for piece in self._gzip.decompress_pieces(data):
                 self._read_decompressed(piece)
@@ -176,6 +185,9 @@ class DatasetImporter:
         except TooManyBadRows:
             raise self._bad_rows_error() from None
         self._stored.flush_to_disk()
+        original = self._original if self._stored.sha256.digest() != self._sha256.digest() else None
+        if original is not None:
+            original.flush_to_disk()
         tokens = self._reading.tokens
         return ImportedFile(
             path=self._stored.path,
@@ -194,15 +206,19 @@ class DatasetImporter:
                 "sha256": self.sha256_as_it_came,
                 "requested_format": self._requested_format,
                 "requested_columns": None if self._reading.columns is None else dict(self._reading.columns),
+                **({} if original is None else {"original_bytes": original.bytes}),
             },
             token_statistics=tokens.compute_statistics(self._rows.count) if tokens else None,
             digest=digest,
+            original=None if original is None else original.path,
         )
 
     def close(self) -> None:
         """Release files and processes; received data stays in the folder."""
         self._drop_reader()
         self._stored.close()
+        if self._original is not None:
+            self._original.close()
 
     def _read_decompressed(self, data: bytes) -> None:
         self._bytes_read += len(data)

@@ -24,7 +24,7 @@ from app.infra.files.verified_reads import CorruptContent
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.administration.installation import Installation, register_installation
-from app.tables.datasets import Dataset, DatasetIdempotencyKey
+from app.tables.datasets import ORIGINAL_EXTENSION, Dataset, DatasetIdempotencyKey, files_of
 from app.tables.runs import Run, RunEvalDataset
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ async def store_dataset(
     await claim_storage(sessions, storage)
     await storage.in_transfer(storage.store_dataset, received.path, id, EXTENSION)
     try:
+        if received.original is not None:
+            await storage.in_transfer(storage.store_dataset, received.original, id, ORIGINAL_EXTENSION)
         for _ in range(_CLAIM_ATTEMPTS):
             try:
                 return await _commit_dataset(sessions, id, received, created_by, idempotency, call)
@@ -228,6 +230,14 @@ async def delete_dataset(session: AsyncSession, dataset_id: str) -> None:
     await session.delete(dataset)
 
 
+def as_uploaded(dataset: Dataset) -> Dataset:
+    """Return a dataset whose file is the uploaded one: this one, or a copy that is not in the database."""
+    *_, uploaded = files_of(dataset)
+    if uploaded.extension == dataset.extension:
+        return dataset
+    return Dataset(id=dataset.id, name=dataset.name, created_at=dataset.created_at, **uploaded._asdict())
+
+
 async def remove_content(storage: Storage, dataset_id: str) -> None:
     """Remove the files of a deleted dataset; those that cannot be removed now are left to the sweep."""
     with suppress(StoreUnavailable):
@@ -300,6 +310,8 @@ def local_content(storage: Storage, dataset: Dataset, folder: Path) -> Path:
 
 def file_name(dataset: Dataset) -> str:
     """Return the file name for downloads: the dataset's name with the stored file's extension."""
+    if dataset.extension == ORIGINAL_EXTENSION:
+        return dataset.name.replace("/", "_")
     stem = Path(dataset.name.replace("/", "_").removesuffix(".gz")).stem or "data"
     return f"{stem}.{dataset.extension}"
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ _MAX_CONTENT_TYPE_BYTES = 1024
 _MAX_PARTS = 10
 _MAX_HEADER_FIELDS = 8
 """Header fields of a part; clients send up to four."""
-_FIELDS = ("name", "format", "file_format", "columns", "tokenizer")
 _BEFORE_THE_FILE = ("file_format", "columns", "tokenizer")
 """Fields that must precede the file, because the file is parsed while it is received."""
 _MAX_SKIPPED_BYTES = 8 * 1024 * 1024
@@ -36,23 +36,34 @@ LoadTokenizer = Callable[[str], Awaitable[TokenCounter]]
 """Function that loads a tokenizer by model name; raises `ApiError` if there is none."""
 
 
+@dataclass(frozen=True)
+class UploadForm:
+    """Parts of an upload beside the part `file`."""
+
+    fields: tuple[str, ...] = ("name", "format", "file_format", "columns", "tokenizer")
+    required: Mapping[str, str] = field(default_factory=dict)
+    """Fields that must be there, with their only value."""
+    keeps_original: bool = False
+
+
 async def receive_upload(
     content_type: str,
     chunks: AsyncIterable[bytes],
     folder: Path,
     settings: Settings,
-    load_tokenizer: LoadTokenizer,
+    load_tokenizer: LoadTokenizer | None,
+    form: UploadForm = UploadForm(),
 ) -> ImportedFile:
     """Read a multipart upload into `folder`; raises `ApiError` if it is invalid.
 
     Buffers one megabyte of the body and at most one row. Parsing, validation and writing happen in a thread, so
-    that the event loop stays free for other requests.
+    that the event loop stays free for other requests. A form without the field `tokenizer` needs no `load_tokenizer`.
     """
-    upload = _Upload(content_type, folder, settings)
+    upload = _Upload(content_type, folder, settings, form)
 
     async def feed_batch(batch: bytes) -> None:
         tokenizer_name = await in_thread(upload.feed, batch)
-        if tokenizer_name is not None:
+        if tokenizer_name is not None and load_tokenizer is not None:
             # Awaited here and not in the thread, because it uses threads of the same pool itself.
             upload.tokens = await load_tokenizer(tokenizer_name)
             await in_thread(upload.go_on)
@@ -76,7 +87,7 @@ async def receive_upload(
 class _Upload:
     """State of one upload: the current part, the fields so far, and the file so far."""
 
-    def __init__(self, content_type: str, folder: Path, settings: Settings) -> None:
+    def __init__(self, content_type: str, folder: Path, settings: Settings, form: UploadForm) -> None:
         if len(content_type) > _MAX_CONTENT_TYPE_BYTES:  # its parser takes 50 ms for a long one
             raise _broken_body(f"its Content-Type has more than {_MAX_CONTENT_TYPE_BYTES:,} bytes")
         kind, options = parse_options_header(content_type)
@@ -106,6 +117,7 @@ class _Upload:
             raise _broken_body(str(error)) from None
         self._folder = folder
         self._settings = settings
+        self._form = form
         self._receiving: DatasetImporter | None = None
         self.tokens: TokenCounter | None = None
         self._wanted_tokenizer: str | None = None
@@ -166,6 +178,8 @@ class _Upload:
         return self._file.read_more()
 
     def finish_file(self) -> ImportedFile:
+        for name in self._form.required:
+            self._check_required(name)
         self._check_format()
         return self._file.finish_dataset(self._dataset_name(), self._request_digest(self._file.sha256_as_it_came))
 
@@ -194,8 +208,8 @@ class _Upload:
     def _on_headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition"))
         self._part = options.get(b"name", b"").decode(errors="replace")
-        if self._part != "file" and self._part not in _FIELDS:
-            names = ", ".join(f"`{name}`" for name in _FIELDS)
+        if self._part != "file" and self._part not in self._form.fields:
+            names = ", ".join(f"`{name}`" for name in self._form.fields)
             raise _field_error(
                 to_printable(self._part, 60), "unknown_field", f"the supported parts are `file`, {names}"
             )
@@ -231,6 +245,8 @@ class _Upload:
             self._wanted_tokenizer = self._text_field("tokenizer") or ""
         elif self._part == "format":
             self._run_or_defer(self._expect_format)
+        elif self._part in self._form.required:
+            self._check_required(self._part)
 
     def _on_end(self) -> None:
         self._ended = True
@@ -257,7 +273,8 @@ class _Upload:
         kind: FileType | None = next((kind for kind in KINDS if kind == requested), None)
         if requested is not None and kind is None:
             raise _field_error("file_format", "unknown_file_format", f"must be one of {', '.join(KINDS)}")
-        return ImportOptions(self._text_field("format"), kind, self._column_sources(), self.tokens)
+        columns, keeps_original = self._column_sources(), self._form.keeps_original
+        return ImportOptions(self._text_field("format"), kind, columns, self.tokens, keeps_original)
 
     def _column_sources(self) -> dict[str, str] | None:
         raw = self._fields.get("columns")
@@ -267,6 +284,11 @@ class _Upload:
             return validate_column_mapping(parse_json(bytes(raw)))
         except BadJson as error:
             raise _field_error("columns", error.code, error.message) from None
+
+    def _check_required(self, name: str) -> None:
+        required = self._form.required[name]
+        if self._text_field(name) != required:
+            raise _field_error(name, "unsupported_value", f"must be `{required}`, the only value that is supported")
 
     def _check_format(self) -> None:
         requested = self._text_field("format")

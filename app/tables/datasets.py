@@ -1,11 +1,14 @@
 """Tables of datasets and of their idempotency keys."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import BigInteger, CheckConstraint, ForeignKey
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.tables.base import Base, Owned
+
+ORIGINAL_EXTENSION = "original"
+"""Extension of an uploaded file that is kept beside the rows."""
 
 
 class Dataset(Owned, Base):
@@ -31,6 +34,22 @@ class Dataset(Owned, Base):
     source: Mapped[dict[str, Any]]
     """A `DatasetSource`."""
     token_statistics: Mapped[dict[str, Any] | None]
+
+
+class DatasetFile(NamedTuple):
+    """File of a dataset in the storage."""
+
+    extension: str
+    bytes: int
+    sha256: str
+
+
+def files_of(dataset: Any) -> list[DatasetFile]:
+    """Return the files of a row of `datasets`: that of its rows, and the uploaded one if it is kept beside it."""
+    files = [DatasetFile(dataset.extension, dataset.bytes, dataset.sha256)]
+    if (size := dataset.source.get("original_bytes")) is not None:
+        files.append(DatasetFile(ORIGINAL_EXTENSION, size, dataset.source["sha256"]))
+    return files
 
 
 class DatasetIdempotencyKey(Base):

@@ -96,6 +96,21 @@ def test_dataset_that_differs_in_the_store_is_sent_again(service: Service, share
         assert service.copied().missing == [] and file.read_bytes() == ROWS
 
 
+def test_uploaded_file_beside_the_rows_is_copied_and_named_if_it_is_damaged(service: Service, share: Path) -> None:
+    pair = b'{"input": {"messages": [{"role": "user", "content": "a"}]}, "preferred_output": [{"role": "assistant", '
+    pair += b'"content": "b"}], "non_preferred_output": [{"role": "assistant", "content": "c"}]}\n'
+    with ThreadServer(service.settings) as api:
+        parts = {"file": ("pairs.jsonl", pair), "purpose": (None, "fine-tune")}
+        file_id = api.client.post("/openai/v1/files", files=parts).raise_for_status().json()["id"]
+    dataset_id = file_id.replace("file-", "ds_")
+    assert service.copied().missing == []
+    assert (share / "datasets" / dataset_id / "data.original").read_bytes() == pair
+    shutil.rmtree(share)
+    share.mkdir()
+    Storage(service.settings).dataset_file(dataset_id, "original").write_bytes(b"x")
+    assert service.copied().missing == [dataset_id]
+
+
 def test_each_host_with_a_storage_of_its_own_adds_what_the_store_lacks_and_changes_nothing_else(
     service: Service, share: Path, tmp_path: Path
 ) -> None:

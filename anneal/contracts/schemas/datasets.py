@@ -88,6 +88,12 @@ class DatasetSource(BaseModel):
     requested_columns: dict[str, str] | None = Field(
         default=None, description="`columns` of the request: those of the format, and their names in the file."
     )
+    original_bytes: int | None = Field(
+        default=None,
+        exclude_if=lambda original_bytes: original_bytes is None,
+        description="Size of the uploaded file, which `POST /openai/v1/files` keeps beside the rows if they differ. "
+        "Absent for every other dataset.",
+    )
 
 
 class MixSource(BaseModel):

@@ -15,6 +15,7 @@ from app.config import Settings
 from app.infra.errors import SetupError
 from app.tables.checkpoints import Checkpoint
 from tests.app.backup.conftest import ROWS, Quiet, Service
+from tests.server import ThreadServer
 
 
 @pytest.fixture
@@ -165,6 +166,19 @@ def test_missing_and_corrupt_files_are_named_and_the_rest_is_backed_up(service: 
         service.checkpoints[10]: "its files are missing",
     }
     assert manifest.files == 4
+
+
+def test_uploaded_file_beside_the_rows_is_backed_up_and_compared(service: Service, folder: Path) -> None:
+    rows = b'{"text": "no newline"}'
+    with ThreadServer(service.settings) as api:
+        parts = {"file": ("rows.jsonl", rows), "purpose": (None, "fine-tune")}
+        dataset_id = api.client.post("/openai/v1/files", files=parts).json()["id"].replace("file-", "ds_")
+    backup = back_up(service, folder).backup
+    assert backup.manifest.problems == []
+    assert (backup.files / "datasets" / dataset_id / "data.original").read_bytes() == rows
+    service.storage.dataset_file(dataset_id, "original").unlink()
+    (problem,) = back_up(service, folder).backup.manifest.problems
+    assert (problem.id, problem.problem) == (dataset_id, "its file is missing")
 
 
 class TestInterruption:
