@@ -16,6 +16,7 @@ def all_models() -> MetaData:
     import app.tables.datasets
     import app.tables.events
     import app.tables.experiments
+    import app.tables.openai_requests
     import app.tables.parts
     import app.tables.runs
     import app.tables.scheduling
