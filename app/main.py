@@ -21,6 +21,7 @@ import app.datasets.service
 import app.experiments.endpoints
 import app.models.endpoints
 import app.openai.files
+import app.openai.jobs.endpoints
 import app.openai.models
 import app.prometheus.endpoints
 import app.runs.endpoints
@@ -141,7 +142,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
-    for compatible in (app.openai.models, app.openai.files):
+    for compatible in (app.openai.models, app.openai.files, app.openai.jobs.endpoints):
         api.include_router(
             compatible.router,
             prefix="/openai/v1",

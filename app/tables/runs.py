@@ -86,6 +86,14 @@ class Run(Owned, Base):
         Index("ix_runs_dataset_id", "dataset_id"),
         Index("ix_runs_eval_dataset_id", "eval_dataset_id"),
         Index("ix_runs_resume_checkpoint_id", "resume_checkpoint_id"),
+        Index("ix_runs_job_run_id_id", "job_run_id", "id", postgresql_where=text("job_run_id IS NOT NULL")),
+        Index(
+            "ix_runs_job_metadata",
+            "job_metadata",
+            postgresql_using="gin",
+            postgresql_ops={"job_metadata": "jsonb_path_ops"},
+            postgresql_where=text("job_metadata IS NOT NULL"),
+        ),
         # For lists. None has a column that changes while a run trains; `final_loss` is set only when it has ended.
         Index("ix_runs_status_id", "status", "id"),
         Index("ix_runs_experiment_id_status_id", "experiment_id", "status", "id"),
@@ -161,6 +169,10 @@ class Run(Owned, Base):
     """Checkpoint that it resumes or evaluates."""
     base_run_id: Mapped[str | None] = mapped_column(ForeignKey("runs.id"))
     """The run whose output is this one's base model, or is evaluated."""
+    job_run_id: Mapped[str | None]
+    """First run of the fine-tuning job that this run continues; null unless that job was resumed with it."""
+    job_metadata: Mapped[dict[str, Any] | None]
+    """`metadata` of the fine-tuning job whose first run this is."""
 
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
     """Excluded from retention at any age."""

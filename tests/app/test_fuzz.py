@@ -86,7 +86,7 @@ def test_every_address_is_answered_as_documented(
             path = path.replace("{" + parameter["name"] + "}", quote(value or "-", safe="", errors="replace"))
         names = [it["name"] for it in operation.get("parameters", []) if it["in"] == "query"]
         query = {name: data.draw(_TEXT) for name in data.draw(st.sets(st.sampled_from(names)))} if names else {}
-        if path.endswith("/events"):  # also below `..`, which a client resolves
+        if path.startswith("/v1/") and path.endswith("/events"):  # also below `..`, which a client resolves
             query["follow"] = "false"  # it would wait for ever
         pairs = "&".join(f"{name}={quote(value, safe='', errors='replace')}" for name, value in query.items())
         answer = shared_api.client.get(f"{path}?{pairs}")

@@ -171,7 +171,7 @@ class Campaign:
         if towards_success and self._chance.random() < 0.6:
             self._lead_query(case)
             self._lead_body(case)
-        if case.path.endswith(("/events", "/logs")):
+        if case.path.startswith("/v1/") and case.path.endswith(("/events", "/logs")):
             case.query = {**(case.query or {}), "follow": "false"}  # otherwise it waits for a pending run, or for ever
 
     def _lead_query(self, case: Case) -> None:
@@ -186,7 +186,9 @@ class Campaign:
     def _lead_body(self, case: Case) -> None:
         content = self._document["paths"][case.path][case.method.lower()].get("requestBody", {}).get("content", {})
         if case.media_type == "multipart/form-data":
-            case.body = {"name": f"rows {self._chance.randrange(100)}", "file": _ROWS}
+            is_native = case.path == "/v1/datasets"
+            field = {"name": f"rows {self._chance.randrange(100)}"} if is_native else {"purpose": "fine-tune"}
+            case.body = {**field, "file": _ROWS}
             return
         if case.media_type not in content:
             return
@@ -202,6 +204,8 @@ class Campaign:
                 "config": {"base_model": "any", "extra": {"steps": 3, "step_seconds": 0}},
             }
             body.pop("probe", None)  # the fake backend rejects it
+        if case.path.endswith("/fine_tuning/jobs"):
+            body = {**body, "anneal": {"backend": "fake", "config": {"extra": {"steps": 3, "step_seconds": 0}}}}
         if case.path.endswith("/resume"):
             body = self._chance.choice([{}, {"from": "start"}, {"from": "start", "config": {"max_steps": 2}}])
         if case.path.endswith("/export"):
@@ -249,7 +253,7 @@ class Campaign:
                 self._pool.forget(str(id))
             return
         self._pool.learn(text)
-        if case.path.endswith(("/checkpoints", "/actions")):
+        if case.path.startswith("/v1/") and case.path.endswith(("/checkpoints", "/actions")):
             shown = answer.json()
             for item in shown.get("data", [shown]):
                 self._pool.of_run[item["id"]] = item["run_id"]

@@ -6,11 +6,13 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-_ID = re.compile(r"\b(?:exp|ds|run|ckpt|key|act|whk|whd)_[0-9a-hjkmnp-tv-z]{26}\b")
+_ID = re.compile(r"\b(?:(?:exp|ds|run|ckpt|key|act|whk|whd)_|(?:file|ftjob)-)[0-9a-hjkmnp-tv-z]{26}\b")
 _KIND = {"experiment": "exp", "dataset": "ds", "eval_dataset": "ds", "run": "run", "parent_run": "run",
          "checkpoint": "ckpt", "key": "key", "action": "act",
-         "webhook": "whk", "delivery": "whd"}  # fmt: skip
+         "webhook": "whk", "delivery": "whd", "file": "file", "job": "ftjob", "model": "run"}  # fmt: skip
 _MOST = 200
+_CHARACTERS = 27
+"""Length of an id without its prefix, with the sign between them."""
 
 
 class Pool:
@@ -30,7 +32,7 @@ class Pool:
 
     def add(self, id: str) -> None:
         """Add an id; evict the oldest if there are too many."""
-        known = self._ids.setdefault(id.partition("_")[0], OrderedDict())
+        known = self._ids.setdefault(id[:-_CHARACTERS], OrderedDict())
         known[id] = None
         if len(known) > _MOST:
             for old in known:
@@ -40,7 +42,7 @@ class Pool:
 
     def forget(self, id: str) -> None:
         """Remove the id of a deleted object."""
-        self._ids.get(id.partition("_")[0], OrderedDict()).pop(id, None)
+        self._ids.get(id[:-_CHARACTERS], OrderedDict()).pop(id, None)
 
     def pick(self, name: str) -> str | None:
         """Return an id for the parameter or field `name`, such as `run_id`, or None."""
@@ -53,7 +55,7 @@ class Pool:
         text = json.dumps(value)
 
         def another(match: re.Match[str]) -> str:
-            known = list(self._ids.get(match[0].partition("_")[0], ()))
+            known = list(self._ids.get(match[0][:-_CHARACTERS], ()))
             return self._chance.choice(known) if known else match[0]
 
         return json.loads(_ID.sub(another, text))

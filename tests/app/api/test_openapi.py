@@ -13,10 +13,11 @@ from app.config import Settings
 from app.infra.db import sync_engine
 from app.infra.storage import Storage
 from app.main import create_app
+from app.openai.ids import to_openai_id
 from tests.factories import Trainer, make_experiment, make_model
 from tests.server import ApiServer
 
-_ID = re.compile(r"\b(exp|ds|run|ckpt)_[0-9a-z]{26}\b")
+_ID = re.compile(r"\b(exp_|ds_|run_|ckpt_|file-)[0-9a-z]{26}\b")
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +75,8 @@ class Things:
     def fill(self, value: Any) -> Any:
         """The example, about things that there are."""
         first = iter([self.ended, self.waiting])
-        ids = {"exp": lambda: self.experiment, "ds": lambda: self.dataset, "ckpt": lambda: self.checkpoint,
-               "run": lambda: next(first)}  # fmt: skip
+        ids = {"exp_": lambda: self.experiment, "ds_": lambda: self.dataset, "ckpt_": lambda: self.checkpoint,
+               "run_": lambda: next(first), "file-": lambda: to_openai_id(self.dataset)}  # fmt: skip
         return json.loads(_ID.sub(lambda match: ids[match[1]](), json.dumps(value)))
 
 
@@ -130,7 +131,7 @@ def _send_example(
     """Send the example of a call and check the answer; calls that change none of them share `read_only`."""
     reads = method == "get" and not path.endswith(("/postmortem", "/secrets")) and "/actions" not in path
     things = read_only if reads else Things(shared_api, engine)
-    if method == "delete" and "dataset" in path:
+    if method == "delete" and ("dataset" in path or "/files/" in path):
         unused = shared_api.client.post("/v1/datasets", files={"file": ("rows.jsonl", b'{"text": "a"}\n')})
         things.dataset = unused.json()["id"]
     if "secrets" in path:
@@ -145,7 +146,7 @@ def _send_example(
         action_id = shared_api.client.post(f"/v1/runs/{things.waiting}/actions", json={"action": "checkpoint"}).json()[
             "id"
         ]
-    if path.endswith("/stop") or "/actions" in path:
+    if path.endswith(("/stop", "/cancel", "/pause")) or "/actions" in path:
         things.ended = things.waiting
     if path.endswith("/postmortem"):
         Trainer(engine, things.waiting).begin().fail()
@@ -162,6 +163,7 @@ def _send_example(
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
         "checkpoint_id": things.checkpoint, "action_id": action_id, "key_id": key, "attempt": 1,
         "webhook_id": webhook_id, "delivery_id": delivery_id, "model": "my-model",
+        "file_id": to_openai_id(things.dataset), "job_id": to_openai_id(things.ended),
         "path": "metrics.jsonl" if "/attempts/" in path else "adapter_config.json",
     }  # fmt: skip
     parameters = operation.get("parameters", [])

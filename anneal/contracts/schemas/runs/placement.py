@@ -20,7 +20,7 @@ from anneal.contracts.schemas.runs.common import Body
 MOST_DEVICES = 1024
 
 
-def _in_words(message: str) -> WrapValidator:
+def in_words(message: str) -> WrapValidator:
     """Return a validator that replaces the errors of a type with one message."""
 
     def check_in_words(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -35,7 +35,7 @@ def _in_words(message: str) -> WrapValidator:
 WorkerLabel = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/=-]{0,62}$"),
-    _in_words(
+    in_words(
         "must be at most 63 letters, digits and `. _ : / = -` without spaces, and begin with a letter or a digit, "
         "such as `site-b` or `zone=a`"
     ),
@@ -46,7 +46,7 @@ WorkerLabel = Annotated[
 GpuName = Annotated[
     str,
     StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]{0,62}$"),
-    _in_words(
+    in_words(
         "must be at most 63 letters, digits, spaces and `. _ -`, and begin with a letter or a digit, "
         "such as `h200` or `rtx 4090`"
     ),
@@ -63,7 +63,7 @@ DeviceCount = Annotated[int, Field(ge=1, le=MOST_DEVICES), COUNT]
 # Without the validator there would be two errors: one for the number and one for the word.
 DevicesAsked = Annotated[
     DeviceCount | Literal["all"],
-    _in_words(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`"),
+    in_words(f"must be a number from 1 to {MOST_DEVICES:,}, or `all`"),
 ]
 
 

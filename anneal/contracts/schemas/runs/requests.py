@@ -23,7 +23,8 @@ MOST_TAGS = 50
 MOST_EXTRA_EVAL_DATASETS = 16
 
 
-def _limit_size(config: dict[str, Any]) -> dict[str, Any]:
+def limit_size(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration unchanged, if it is not too long."""
     size = len(json.dumps(config, ensure_ascii=False))
     if size > _MOST_CONFIG_CHARACTERS:
         message = "has {size} characters as JSON, and may have {most}: shorten its patterns, schemas and options"
@@ -37,7 +38,25 @@ _MOST_CONFIG_CHARACTERS = 64 * 1024
 """Length of a configuration as JSON; a page of a list has two hundred of them."""
 
 
-class RunCreate(Body):
+class RunOptions(Body):
+    """Fields of a request for a run that do not depend on how it names its data."""
+
+    experiment_id: str | None = Field(
+        default=None, max_length=100, description="ID of the experiment; null: the experiment `default`."
+    )
+    backend: str = Field(default="celery", max_length=100, description="Training backend; GET /v1/backends lists them.")
+    config: Annotated[Config, AfterValidator(limit_size)] = Field(
+        description="Training configuration; at most 65,536 characters of JSON."
+    )
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
+    max_restarts: int = Field(
+        default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
+    )
+    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the run needs.")
+    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
+
+
+class RunCreate(RunOptions):
     """Request to create a run."""
 
     model_config = ConfigDict(
@@ -49,11 +68,7 @@ class RunCreate(Body):
         }
     )  # fmt: skip
 
-    experiment_id: str | None = Field(
-        default=None, max_length=100, description="ID of the experiment; null: the experiment `default`."
-    )
     name: Label | None = Field(default=None, description="Name of the run; null: method and base model.")
-    backend: str = Field(default="celery", max_length=100, description="Training backend; GET /v1/backends lists them.")
     dataset_id: str = Field(max_length=100, description="ID of the dataset to train on.")
     eval_dataset_id: str | None = Field(
         default=None, max_length=100, description="ID of the dataset to evaluate on, every `eval_steps`."
@@ -65,15 +80,6 @@ class RunCreate(Body):
         "reports `eval_<name>_loss` and the other metrics of each. `eval_dataset_id` or `eval_split` must be set too, "
         "and alone decides about the best checkpoint and early stopping.",
     )
-    config: Annotated[Config, AfterValidator(_limit_size)] = Field(
-        description="Training configuration; at most 65,536 characters of JSON."
-    )
-    priority: int = Field(default=0, ge=-1000, le=1000, description="Runs with higher priority start first.")
-    max_restarts: int = Field(
-        default=3, ge=0, le=100, description="Maximum restarts after losses, counted since the last new checkpoint."
-    )
-    resources: ResourceRequest = Field(default_factory=ResourceRequest, description="Device that the run needs.")
-    tags: list[Label] = Field(default_factory=list, max_length=MOST_TAGS)
 
 
 class InferenceCreate(Body):
@@ -107,7 +113,7 @@ class EvaluationCreate(InferenceCreate):
     )
 
     dataset_id: str = Field(max_length=100, description="ID of the dataset to evaluate on.")
-    config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
+    config: Annotated[dict[str, Any], AfterValidator(limit_size)] = Field(
         default_factory=dict,
         description="Fields of the training configuration. For a run or checkpoint only `max_eval_rows`, `seed`, "
         "`loss_on`, `extra.eval_batch_size`, `extra.metrics` and the options of the loss ("
@@ -277,7 +283,7 @@ class RunResume(Body):
     from_: Literal["start"] | None = Field(
         default=None, alias="from", description="`start`: train from the first step, without a checkpoint."
     )
-    config: Annotated[dict[str, Any], AfterValidator(_limit_size)] = Field(
+    config: Annotated[dict[str, Any], AfterValidator(limit_size)] = Field(
         default_factory=dict, description="Fields to change; the others stay unchanged."
     )
     stop_after_steps: Steps | None = Field(

@@ -1,0 +1,150 @@
+"""Reads fine-tuning jobs: each is the first run of a lineage, with the state of the newest run that has resumed it."""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import TextClause, text
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from anneal.contracts.methods import Method, TrainingMethod, method_of
+from anneal.contracts.run_status import LIVE
+from anneal.contracts.schemas.openai.jobs import JobError, JobObject, JobStatus, UsedHyperparameters
+from anneal.contracts.schemas.runs.placement import Resources
+from anneal.contracts.schemas.runs.reads import Prediction
+from anneal.contracts.training_config.fields import TrainingConfig
+from app.api.errors import ApiError, to_printable
+from app.openai.ids import to_native_id, to_openai_id
+
+# A probe only measures, and is no job. Its condition is in the same JSON that the list reads anyway.
+_JOBS = """
+SELECT first.id, first.created_at, first.job_metadata, run.id AS run_id, run.status, run.backend, run.config,
+    run.base_model, run.resources, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode,
+    run.stop_requested_at, run.finished_at, run.error_code, run.error_message, run.output_attempt,
+    CASE WHEN run.status = 'completed' THEN (
+        SELECT sum(cast(timings ->> 'tokens' AS float)) FROM run_timings WHERE run_id = ANY (
+            ARRAY(SELECT first.id UNION ALL SELECT member.id FROM runs AS member WHERE member.job_run_id = first.id)
+        )
+    ) END AS trained_tokens
+FROM runs AS first
+JOIN runs AS run
+    ON run.id = coalesce((SELECT max(member.id) FROM runs AS member WHERE member.job_run_id = first.id), first.id)
+WHERE first.task = 'train' AND first.job_run_id IS NULL
+    AND first.config #>> '{extra,probe}' IS DISTINCT FROM 'true'
+"""
+
+
+_DEFAULTS = {
+    name: TrainingConfig.model_fields[name].default
+    for name in ("batch_size", "gradient_accumulation_steps", "lora_r", "epochs", "seed")
+}
+"""Values of runs that were stored without them, by an earlier version."""
+
+
+@lru_cache
+def _select_jobs(*conditions: str) -> TextClause:
+    where = "".join(f" AND {condition}" for condition in conditions)
+    return text(f"{_JOBS}{where} ORDER BY first.id DESC LIMIT :limit")
+
+
+async def find_job(session: AsyncSession, job_id: str) -> Any:
+    """Return the row of a job; raise `job_not_found` if there is none."""
+    run_id = to_native_id(job_id, "run")
+    row = None
+    if run_id is not None:
+        parameters = {"id": run_id, "limit": 1}
+        row = (await session.execute(_select_jobs("first.id = :id"), parameters)).one_or_none()
+    if row is None:
+        there_is_none = f"There is no job {to_printable(job_id, 60)}; `GET /openai/v1/fine_tuning/jobs` lists the jobs."
+        raise ApiError(404, "job_not_found", there_is_none)
+    return row
+
+
+async def list_jobs(
+    session: AsyncSession, limit: int, after: str | None, metadata: Mapping[str, str]
+) -> tuple[list[Any], bool]:
+    """Return the rows of one page of jobs, newest first, and True if there are more.
+
+    `after` is the id of the first run of the last job on the page before. Jobs have all of `metadata`.
+    """
+    conditions, parameters = [], dict[str, Any](limit=limit + 1)
+    if after is not None:
+        conditions.append("first.id < :after")
+        parameters["after"] = after
+    if metadata:
+        conditions.append("first.job_metadata @> cast(:metadata AS jsonb)")
+        parameters["metadata"] = json.dumps(metadata)
+    rows = list((await session.execute(_select_jobs(*conditions), parameters)).all())
+    return rows[:limit], len(rows) > limit
+
+
+def job_status(row: Any) -> JobStatus:
+    """Return the status of a job. A stop that saves pauses it; one that discards cancels it, from its request on."""
+    if row.status == "completed":
+        return "succeeded"
+    if row.status == "failed":
+        return "failed"
+    if row.stop_mode == "discard" and row.stop_requested_at is not None:
+        return "cancelled"
+    if row.status == "cancelled":
+        return "paused"
+    return "running" if row.status in LIVE else "queued"
+
+
+def job_object(row: Any, prediction: Prediction | None = None) -> JobObject:
+    """Return a job as OpenAI's clients read it."""
+    status, method, hyperparameters = job_status(row), method_of(row.config), _hyperparameters(row)
+    finish = prediction.finish_at if prediction is not None else None
+    has_ended = status in ("succeeded", "failed", "cancelled")
+    error = JobError(code=row.error_code, message=row.error_message or "") if status == "failed" else None
+    return JobObject(
+        id=to_openai_id(row.id),
+        created_at=unix_time(row.created_at),
+        finished_at=unix_time(row.finished_at) if has_ended and row.finished_at is not None else None,
+        estimated_finish=unix_time(finish) if finish is not None else None,
+        model=row.base_model,
+        fine_tuned_model=row.run_id if status == "succeeded" and row.output_attempt is not None else None,
+        status=status,
+        hyperparameters=hyperparameters,
+        method=_method(method, hyperparameters),
+        training_file=to_openai_id(row.dataset_id),
+        validation_file=to_openai_id(row.eval_dataset_id) if row.eval_dataset_id else None,
+        trained_tokens=None if row.trained_tokens is None else round(row.trained_tokens),
+        seed=(_DEFAULTS | row.config)["seed"],
+        integrations=_integrations(row.config),
+        metadata=row.job_metadata,
+        error=error,
+    )
+
+
+def unix_time(moment: datetime) -> int:
+    """Return a time in whole seconds since 1970."""
+    return int(moment.timestamp())
+
+
+def _hyperparameters(row: Any) -> UsedHyperparameters:
+    config, resources = _DEFAULTS | row.config, Resources.model_validate(row.resources)
+    method = method_of(config)
+    rows = config["batch_size"] * config["gradient_accumulation_steps"]
+    default_rate = method.default_fields(config["lora_r"])["learning_rate"]
+    epochs = config["epochs"]
+    return UsedHyperparameters(
+        batch_size=rows * (resources.devices // resources.sequence_parallel),
+        learning_rate_multiplier=float(f"{config.get('learning_rate', default_rate) / default_rate:.6g}"),
+        n_epochs="auto" if config.get("max_steps") is not None else int(epochs) if epochs == int(epochs) else epochs,
+        beta=config["dpo"]["beta"] if method.name is TrainingMethod.dpo else None,
+    )
+
+
+def _method(method: Method, hyperparameters: UsedHyperparameters) -> dict[str, Any] | None:
+    kind = "supervised" if method.is_supervised else "dpo" if method.name is TrainingMethod.dpo else None
+    return None if kind is None else {"type": kind, kind: {"hyperparameters": hyperparameters.model_dump()}}
+
+
+def _integrations(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if "wandb" not in config.get("report_to", ()):
+        return []
+    fields = {name: config.get(f"wandb_{name}") for name in ("project", "name", "entity")}
+    return [{"type": "wandb", "wandb": {**fields, "tags": []}}]

@@ -1,0 +1,13 @@
+"""Runs as parts of fine-tuning jobs."""
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+revision = "0123"
+down_revision = "0122"
+
+
+def upgrade() -> None:
+    op.add_column("runs", sa.Column("job_run_id", sa.Text(), nullable=True))
+    op.add_column("runs", sa.Column("job_metadata", postgresql.JSONB(astext_type=sa.Text()), nullable=True))

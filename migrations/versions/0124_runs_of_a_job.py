@@ -1,0 +1,13 @@
+"""Index of the runs that have resumed a fine-tuning job."""
+
+import sqlalchemy as sa
+
+from migrations import online
+
+revision = "0124"
+down_revision = "0123"
+
+
+def upgrade() -> None:
+    where = sa.text("job_run_id IS NOT NULL")
+    online.create_index("ix_runs_job_run_id_id", "runs", ["job_run_id", "id"], postgresql_where=where)
