@@ -13,7 +13,8 @@ import typer
 from app.cli.console import CommandGroup, use_ca_file, use_json_errors
 from app.cli.errors import plain_errors
 from app.cli.on_server.audit import audit
-from app.cli.on_server.data import backup, export, import_archive, restore, storage
+from app.cli.on_server.data import backup, export, restore, storage
+from app.cli.on_server.imports import imports
 from app.cli.on_server.keys import keys
 from app.cli.on_server.secrets import secrets
 from app.cli.on_server.server import api, migrate, prune, up, worker
@@ -108,8 +109,8 @@ def options(
 
 for command in (up, down, status, api, worker, migrate, prune, backup, restore, export):
     cli.command()(command)
-cli.command("import")(import_archive)
 cli.command("open")(open_dashboard)
+cli.add_typer(imports, name="import")
 cli.add_typer(keys, name="keys")
 
 cli.add_typer(secrets, name="secrets")

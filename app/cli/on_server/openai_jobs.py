@@ -1,0 +1,107 @@
+"""Command `anneal import openai-jobs`: exported fine-tuning jobs of OpenAI as run files."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app.cli.console import fail, print_note
+
+
+def import_jobs(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Jobs as the API of OpenAI returns them, in JSON or one per line."),
+    ],
+    model: Annotated[str, typer.Option("--model", "-m", help="Base model of the runs, instead of the one of OpenAI.")],
+    files: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder with the training files, named by their ids: file-….jsonl.")
+    ] = Path(),
+    to: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the run files; created if it is missing.")
+    ] = Path(),
+) -> None:
+    """Write a run file for each fine-tuning job that was exported from OpenAI, with its hyperparameters.
+
+    Files that exist are kept. `anneal runs create -f FILE` starts one of the runs.
+
+    Example: `anneal import openai-jobs jobs.json --model Qwen/Qwen3-0.6B --files exported`
+    """
+    try:
+        jobs = list(_parse_jobs(file.read_text()))
+    except (OSError, ValueError) as error:
+        fail(f"{file} cannot be read as jobs of OpenAI: {error}.")
+    if not jobs:
+        fail(f"{file} has no fine-tuning jobs: export them with `client.fine_tuning.jobs.list()`.")
+    to.mkdir(parents=True, exist_ok=True)
+    for job in jobs:
+        path = to / f"{Path(str(job['id'])).name}.yaml"
+        text = _run_file(job, model, files.absolute(), path.name)
+        if text is None:
+            print_note(f"{job['id']} is left out: its graders have no counterpart. Train with `--method rlhf` instead.")
+        elif path.exists():
+            print_note(f"{path} exists, and is kept.")
+        else:
+            path.write_text(text)
+            typer.echo(path)
+
+
+def _parse_jobs(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the jobs in a list of the API, an array, or lines; raises `ValueError`."""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError:
+        parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+    listed = parsed.get("data", [parsed]) if isinstance(parsed, dict) else parsed
+    for job in listed if isinstance(listed, list) else [None]:
+        if not isinstance(job, dict) or not isinstance(job.get("id"), str) or "training_file" not in job:
+            raise ValueError("it has something else than jobs with `id` and `training_file`")
+        yield job
+
+
+def _run_file(job: Mapping[str, Any], model: str, files: Path, name: str) -> str | None:
+    """Return the run file of a job; None for a method without counterpart."""
+    method = (job.get("method") or {}).get("type", "supervised")
+    if method == "reinforcement":
+        return None
+    data = {"dataset_id": job["training_file"], "eval_dataset_id": job.get("validation_file")}
+    body: dict[str, Any] = {key: str(files / f"{file_id}.jsonl") for key, file_id in data.items() if file_id}
+    if suffix := job.get("user_provided_suffix"):
+        body["name"] = suffix
+    body["tags"] = ["openai"]
+    config = {"base_model": model, "method": "dpo" if method == "dpo" else "qlora", **_config(job, method)}
+    origin = f"Job {job['id']} of OpenAI, {job.get('status')}: {job.get('model')} on {job['training_file']}."
+    lines = [
+        f"# {' '.join(origin.split())}",
+        f"# `anneal runs create -f {name} --watch` starts it.",
+        *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in body.items()),
+        "config:",
+        *(f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in config.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _config(job: Mapping[str, Any], method: str) -> dict[str, Any]:
+    from anneal.contracts.methods import METHODS, TrainingMethod
+    from anneal.contracts.schemas.openai.hyperparameters import learning_rate, micro_batches
+
+    options = (job.get("method") or {}).get(method) or {}
+    sent = (options.get("hyperparameters") or {}) | (job.get("hyperparameters") or {})
+    values = {name: value for name, value in sent.items() if isinstance(value, int | float)}
+    trained_by = METHODS[TrainingMethod.dpo if method == "dpo" else TrainingMethod.qlora]
+    config: dict[str, Any] = {}
+    if "n_epochs" in values:
+        config["epochs"] = values["n_epochs"]
+    if "batch_size" in values:
+        config |= micro_batches(int(values["batch_size"]))
+    if "learning_rate_multiplier" in values:
+        config["learning_rate"] = learning_rate(values["learning_rate_multiplier"], trained_by, 16)
+    if "beta" in values and method == "dpo":
+        config["dpo"] = {"beta": values["beta"]}
+    if job.get("validation_file"):
+        config["eval_steps"] = "epoch"
+    if isinstance(job.get("seed"), int):
+        config["seed"] = job["seed"]
+    return config

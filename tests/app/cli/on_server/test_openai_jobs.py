@@ -1,0 +1,82 @@
+"""`anneal import openai-jobs`: jobs as OpenAI's API returns them become run files that the service accepts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.app.uploads import lines
+from tests.conftest import Anneal, json_of
+from tests.factories import make_model
+from tests.openai.test_files import CHAT, PAIR
+from tests.server import ApiServer
+
+SUPERVISED = {
+    "id": "ftjob-abc", "object": "fine_tuning.job", "model": "gpt-4o-mini-2024-07-18", "status": "succeeded",
+    "created_at": 1721764867, "training_file": "file-train", "validation_file": "file-valid", "seed": 7,
+    "user_provided_suffix": "docs", "fine_tuned_model": "ft:gpt-4o-mini:acme:docs:7p4lURel",
+    "hyperparameters": {"n_epochs": 4, "batch_size": 6, "learning_rate_multiplier": 1.8},
+    "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": "auto"}}},
+}  # fmt: skip
+DPO = {
+    "id": "ftjob-pairs", "model": "gpt-4o", "status": "failed", "training_file": "file-pairs", "validation_file": None,
+    "hyperparameters": None, "seed": None,
+    "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": "auto", "batch_size": "auto"}}},
+}  # fmt: skip
+REINFORCEMENT = {"id": "ftjob-rl", "training_file": "file-x", "method": {"type": "reinforcement"}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"object": "list", "data": [SUPERVISED, DPO], "has_more": False}),
+        json.dumps([SUPERVISED, DPO], indent=2),
+        "\n".join(json.dumps(job) for job in (SUPERVISED, DPO)) + "\n",
+    ],
+    ids=["list", "array", "lines"],
+)
+def test_jobs_become_run_files_that_the_service_accepts(
+    emptied_api: ApiServer, anneal: Anneal, tmp_path: Path, text: str
+) -> None:
+    make_model(emptied_api.settings, "tiny")
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for name, row in (("train", CHAT), ("valid", CHAT), ("pairs", PAIR)):
+        (exported / f"file-{name}.jsonl").write_bytes(lines(row))
+    Path("jobs.json").write_text(text)
+    done = anneal("import", "openai-jobs", "jobs.json", "--model", "tiny", "--files", "exported", "--to", "runs")
+    assert done.stdout.split() == ["runs/ftjob-abc.yaml", "runs/ftjob-pairs.yaml"]
+    supervised = json_of(anneal("runs", "create", "-f", "runs/ftjob-abc.yaml", "--json"))
+    config = {
+        "base_model": "tiny", "method": "qlora", "epochs": 4, "batch_size": 3, "gradient_accumulation_steps": 2,
+        "learning_rate": 3.6e-4, "seed": 7, "eval_steps": "epoch",
+    }  # fmt: skip
+    assert {name: supervised["config"][name] for name in config} == config
+    assert (supervised["name"], supervised["tags"]) == ("docs", ["openai"])
+    dpo = json_of(anneal("runs", "create", "-f", "runs/ftjob-pairs.yaml", "--json"))
+    assert (dpo["config"]["method"], dpo["config"]["dpo"]["beta"], dpo["config"]["epochs"]) == ("dpo", 0.2, 3)
+
+
+def test_run_file_that_exists_is_kept_and_a_job_with_graders_is_left_out(anneal: Anneal) -> None:
+    Path("jobs.json").write_text(json.dumps([SUPERVISED, REINFORCEMENT]))
+    Path("ftjob-abc.yaml").write_text("mine")
+    done = anneal("import", "openai-jobs", "jobs.json", "-m", "tiny")
+    assert done.stdout == "" and Path("ftjob-abc.yaml").read_text() == "mine"
+    assert "ftjob-abc.yaml exists, and is kept." in done.stderr and "ftjob-rl is left out" in done.stderr
+
+
+def test_id_does_not_lead_out_of_the_folder(anneal: Anneal) -> None:
+    Path("jobs.json").write_text(json.dumps([{**DPO, "id": "../../escape"}]))
+    assert anneal("import", "openai-jobs", "jobs.json", "-m", "tiny", "--to", "runs").stdout == "runs/escape.yaml\n"
+    body: Any = yaml.safe_load(Path("runs/escape.yaml").read_text())
+    assert body["config"]["base_model"] == "tiny"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '[{"id": 1}]', '[{"id": "x"}]', '{"data": []}', "null"])
+def test_what_is_no_job_is_refused(anneal: Anneal, text: str) -> None:
+    Path("jobs.json").write_text(text)
+    refused = anneal("import", "openai-jobs", "jobs.json", "-m", "tiny", code=1)
+    assert "jobs.json" in refused.stderr and refused.stderr.rstrip().endswith(".")
+    assert "cannot be read" in anneal("import", "openai-jobs", "none.json", "-m", "tiny", code=1).stderr
