@@ -306,10 +306,10 @@ class TestEvents:
             assert [event.id for event in pages] == [event.id for event in events[::-1]]
 
     def test_event_of_another_job_is_no_cursor(self, api: ApiServer, client: openai.OpenAI, jobs: Jobs) -> None:
-        one, other = jobs.create().id, jobs.create().id
+        job_id, other = jobs.create().id, jobs.create().id
         (event,) = client.fine_tuning.jobs.list_events(other)
         for after in (event.id, "ftevent-x", "41"):
-            answer = api.client.get(f"/openai/v1/fine_tuning/jobs/{one}/events", params={"after": after})
+            answer = api.client.get(f"/openai/v1/fine_tuning/jobs/{job_id}/events", params={"after": after})
             assert (answer.status_code, error_of(answer)["param"]) == (400, "after")
 
     def test_what_a_trainer_reports_in_another_form_is_an_event_all_the_same(

@@ -4,8 +4,8 @@ import sqlalchemy as sa
 from alembic import op
 from sqlalchemy.dialects import postgresql
 
-revision = "0123"
-down_revision = "0122"
+revision = "0119"
+down_revision = "0118"
 
 
 def upgrade() -> None:

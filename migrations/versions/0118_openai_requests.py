@@ -3,8 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0122"
-down_revision = "0121"
+revision = "0118"
+down_revision = "0117"
 
 
 def upgrade() -> None:

@@ -4,8 +4,8 @@ import sqlalchemy as sa
 
 from migrations import online
 
-revision = "0125"
-down_revision = "0124"
+revision = "0121"
+down_revision = "0120"
 
 
 def upgrade() -> None:

@@ -4,8 +4,8 @@ import sqlalchemy as sa
 
 from migrations import online
 
-revision = "0124"
-down_revision = "0123"
+revision = "0120"
+down_revision = "0119"
 
 
 def upgrade() -> None:
