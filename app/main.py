@@ -20,6 +20,7 @@ import app.datasets.endpoints
 import app.datasets.service
 import app.experiments.endpoints
 import app.models.endpoints
+import app.openai.chat
 import app.openai.files
 import app.openai.jobs.endpoints
 import app.openai.models
@@ -65,6 +66,7 @@ from app.infra.logs.tracing import Tracing
 from app.infra.process.memory import return_large_blocks
 from app.infra.server_urls import resolve_urls
 from app.infra.storage import Storage
+from app.openai.questions import Questions
 from app.prometheus.collector import Metrics
 from app.prometheus.snapshot import Snapshots
 from app.runs.creating.estimates.service import EstimateTurns
@@ -142,7 +144,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
-    for compatible in (app.openai.models, app.openai.files, app.openai.jobs.endpoints):
+    for compatible in (app.openai.models, app.openai.files, app.openai.jobs.endpoints, app.openai.chat):
         api.include_router(
             compatible.router,
             prefix="/openai/v1",
@@ -207,6 +209,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     }
     sending = async_engine(settings.database_url or "", pool_size=1)
     webhooks = WebhookSender(sending, settings)
+    api.state.questions = questions = Questions(settings, sessions)
     api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.estimate_turns = EstimateTurns()
     api.state.open_downloads = OpenDownloads(DOWNLOADS_PER_KEY)
@@ -222,6 +225,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     await queue.start()
+    await questions.start()
     await dispatcher.start()
     await ray_jobs.start()
     await webhooks.start()
@@ -232,6 +236,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     finally:
         sweeping.cancel()
         pruning.cancel()
+        await questions.stop()
         await webhooks.stop()
         await ray_jobs.stop()
         await dispatcher.stop()

@@ -73,7 +73,7 @@ def locate_model(
                 f"The output of run {name} is missing from the storage; resume that run to create it again.",
             )
         return ModelLocation(name=name, path=str(folder), hub=None, revision=None)
-    _check_allowed(settings, name)
+    check_allowed(settings, name)
     folder = folder_of(settings, name)
     if folder.is_dir():
         if not holds_model(ModelFolder(storage, folder)):
@@ -96,7 +96,7 @@ def locate_tokenizer(settings: Settings, storage: Storage, name: str) -> ModelLo
             "not_supported",
             f"{name} is a run: name the model that it was trained on, whose tokenizer its output has.",
         )
-    _check_allowed(settings, name)
+    check_allowed(settings, name)
     folder = folder_of(settings, name)
     if not folder.is_dir():
         return ModelLocation(name=name, path=None, hub=_hub_name(settings, name), revision=None)
@@ -109,8 +109,11 @@ def locate_tokenizer(settings: Settings, storage: Storage, name: str) -> ModelLo
     return ModelLocation(name=_portable_name(settings, name), path=str(folder), hub=None, revision=None)
 
 
-def _check_allowed(settings: Settings, name: str) -> None:
-    """Raise unless the operator allows this model; for a run's output this was checked when that run was created."""
+def check_allowed(settings: Settings, name: str) -> None:
+    """Raise `BaseModelError` unless the operator allows this model.
+
+    For the output of a run this was checked when that run was created.
+    """
     patterns = [pattern for part in settings.allowed_models.split(",") if (pattern := part.strip())]
     if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns):
         return
@@ -124,7 +127,7 @@ def _check_allowed(settings: Settings, name: str) -> None:
 def is_allowed(settings: Settings, name: str) -> bool:
     """Return True if the operator allows this name of a base model."""
     try:
-        _check_allowed(settings, name)
+        check_allowed(settings, name)
     except BaseModelError:
         return False
     return True

@@ -100,10 +100,14 @@ class StreamResponse(EventSourceResponse):
     Counts as one of its key's open streams; called when there are too many, it raises ApiError 429.
     """
 
-    def __init__(self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
+    def __init__(
+        self, request: Request, body: AsyncIterator[bytes], media_type: str = "text/event-stream", cut: bytes = b""
+    ) -> None:
+        """Stream `body`; if the server shuts down before its end, `cut` is sent last."""
         # A ping of EventSourceResponse is a block of its own; the keep-alive of `as_sse` is not.
         super().__init__(body, headers=HEADERS, media_type=media_type, ping=0)
         self._request = request
+        self._cut = cut
         self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,7 +141,7 @@ class StreamResponse(EventSourceResponse):
             # client would see a broken connection.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_SECONDS):
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await send({"type": "http.response.body", "body": self._cut, "more_body": False})
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         # A timeout around each send costs half as much as the send itself; `_watch_client` checks all of them.

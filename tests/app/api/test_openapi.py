@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from app.infra.storage import Storage
 from app.main import create_app
 from app.openai.ids import to_openai_id
 from tests.factories import Trainer, make_experiment, make_model
+from tests.openai.serving import serving
+from tests.rows import add_worker
 from tests.server import ApiServer
 
 _ID = re.compile(r"\b(exp_|ds_|run_|ckpt_|file-)[0-9a-z]{26}\b")
@@ -158,6 +161,11 @@ def _send_example(
         with shared_api.client_with(None) as browser:
             assert browser.post(path, json={"key": reader_key}).status_code == 201
         return  # the key of the example is none
+    if path.endswith("/completions"):
+        shared_api.client.post(f"/v1/runs/{things.waiting}/stop")
+        body = things.fill(_example(document, operation["requestBody"]["content"]["application/json"]))
+        _ask_example(shared_api, engine, path, body)
+        return
     name = "hf_token" if "secrets" in path else "celery"
     values = {
         "experiment_id": things.experiment, "dataset_id": things.dataset, "run_id": things.ended, "name": name,
@@ -187,3 +195,15 @@ def _send_example(
         answer = shared_api.client.request(method, address, params=query)
     assert 200 <= answer.status_code < 300, answer.text
     assert str(answer.status_code) in operation["responses"]
+
+
+def _ask_example(api: ApiServer, engine: Engine, path: str, body: Any) -> None:
+    """Send a question, and answer it as the process of its serving run."""
+    add_worker(engine, backends=["celery"], memory_mb=[100_000])
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(api.client.post, path, json=body)
+        with serving(api, engine) as process:
+            process.write(process.next_question(), "x")
+            answer = sent.result(timeout=30)
+        process.trainer.complete()
+    assert answer.status_code == 200, answer.text

@@ -1,0 +1,143 @@
+"""Answers through the whole service: of bases and adapters, beside training, and after processes are killed."""
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import TrainingStack
+from tests.nodes import ROOT
+from tests.openai.conftest import client_of
+from tests.stack import pids_of_trainers
+from tests.waiting import eventually
+
+LONG = 200
+QUESTION: Any = [{"role": "user", "content": "what is row 7"}]
+
+
+@pytest.fixture
+def client(stack: TrainingStack, ends: None) -> Iterator[openai.OpenAI]:
+    with client_of(stack.api, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def adapter(stack: TrainingStack) -> str:
+    """A run whose output is an adapter."""
+    run_id = stack.train(method="lora", max_steps=2, save_steps=1)
+    shown = stack.until(run_id, "completed", "failed", timeout=120)
+    assert shown["status"] == "completed", shown["error_message"]
+    return run_id
+
+
+def ask(client: openai.OpenAI, model: str = "tiny", **options: Any) -> Any:
+    return client.chat.completions.create(model=model, messages=QUESTION, temperature=0, **options)
+
+
+def text_of(client: openai.OpenAI, model: str = "tiny", **options: Any) -> str:
+    text = ask(client, model, **{"max_tokens": 12, **options}).choices[0].message.content
+    assert isinstance(text, str)
+    return text
+
+
+def serving_runs(stack: TrainingStack, *statuses: str) -> list[dict[str, Any]]:
+    query = {"task": "serve", **({"status": statuses} if statuses else {})}
+    runs: list[dict[str, Any]] = stack.client.get("/v1/runs", params=query).json()["data"]
+    return runs
+
+
+def test_base_and_adapter_answer_from_one_serving_run_which_makes_room_for_training(
+    stack: TrainingStack, client: openai.OpenAI, adapter: str
+) -> None:
+    base, own = text_of(client), text_of(client, adapter)
+    assert base and own
+    streamed = list(ask(client, adapter, max_tokens=12, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices) == own
+    assert streamed[-1].usage.completion_tokens == 12 and streamed[-1].usage.prompt_tokens > 0
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: text_of(client, adapter), range(8))) == [own] * 8
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 4000}])
+    assert raised.value.code == "context_length_exceeded"
+    (run,) = serving_runs(stack, "running")
+    training = stack.train(method="lora", max_steps=1)
+    assert stack.until(training, "completed", "failed", timeout=120)["status"] == "completed"
+    ended = stack.until(run["id"], "completed", "failed", "cancelled", timeout=30)
+    assert (ended["status"], ended["fine_tuned_model"]) == ("completed", None)
+    reasons = [event["reason"] for event in stack.events(run["id"]) if event["type"] == "status"]
+    assert reasons[-1] == f"made room for run {training}, which waits"
+
+
+def test_process_that_is_killed_in_mid_answer_costs_that_answer_alone(
+    stack: TrainingStack, client: openai.OpenAI
+) -> None:
+    before = text_of(client)
+    (run,) = serving_runs(stack, "running")
+    pid = pids_of_trainers(stack.journal(run["id"]))[-1]
+    stream = ask(client, max_tokens=LONG, n=8, stream=True)
+    next(stream)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="was lost before its end"):
+        list(stream)
+    assert text_of(client) == before
+    assert [shown["id"] for shown in serving_runs(stack, "running")] == [run["id"]]
+    assert stack.stop(run["id"]).status_code == 202
+    assert stack.until(run["id"], "cancelled", "completed", "failed", timeout=30)["status"] == "cancelled"
+
+
+@pytest.mark.full
+def test_worker_api_and_valkey_that_are_killed_in_mid_answer_end_it_within_seconds_and_the_next_one_comes(
+    stack: TrainingStack, client: openai.OpenAI
+) -> None:
+    before = text_of(client)
+
+    def interrupted(kill: Any) -> None:
+        stream = ask(client, max_tokens=LONG, n=8, stream=True)
+        next(stream)
+        kill()
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            list(stream)
+        eventually(lambda: answers_again(client, before), timeout=90)
+
+    interrupted(stack.kill_valkey)
+    interrupted(lambda: restart_worker(stack))
+    interrupted(lambda: restart_api(stack))
+
+
+def answers_again(client: openai.OpenAI, text: str) -> bool:
+    try:
+        return text_of(client) == text
+    except openai.APIError:
+        return False
+
+
+def restart_worker(stack: TrainingStack) -> None:
+    stack.workers[-1].kill()
+    stack.add_worker(slots=1)
+
+
+def restart_api(stack: TrainingStack) -> None:
+    stack.api.kill()  # type: ignore[attr-defined]
+    stack.api.start()
+    stack.api.wait_until_up()
+
+
+def test_program_of_the_guide_prints_answers(
+    stack: TrainingStack, ends: None, adapter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "guides" / "answers.md").read_text()
+    program = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    for shown, real in (
+        ("http://127.0.0.1:8700", stack.api.url), ('"…"', repr(stack.api.key)), ("run_…", adapter),
+    ):  # fmt: skip
+        assert shown in program
+        program = program.replace(shown, real)
+    exec(compile(program, "answers.md", "exec"), {})
+    first, _, streamed = capsys.readouterr().out.partition("\n")
+    assert first or streamed
