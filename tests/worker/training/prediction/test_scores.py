@@ -1,18 +1,21 @@
 """Scores of predictions: those of the libraries on the same texts, and the rewards of `rlhf`."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from anneal.contracts.prompts import SCORES
 from tests.worker.training.prediction.test_predict import answers_of, make_questions, predict, prediction_job
 from tests.worker.training.tiny import Forks, make_job, make_pairs, write_rows
-from worker.training.prediction.scores import Totals
+from worker.training.prediction.scores import Totals, _comparisons
 
 ALL = {"scores": None}
 
@@ -127,3 +130,21 @@ def test_rows_without_references_have_no_scores(forks: Forks, tiny_model: Path, 
         data_format="prompt", options=ALL,
     )  # fmt: skip
     assert metrics_of(none).keys() == {"eval_rows", "eval_completion_length", "eval_completions_cut"}
+
+
+WORDS = st.lists(st.sampled_from(["the", "row", "of", "a", "model", "42", "Ça", "", "?!"]), max_size=30).map(" ".join)
+
+
+@given(WORDS, WORDS)
+@settings(max_examples=200, deadline=None)
+def test_rouge_l_is_that_of_the_library(text: str, reference: str) -> None:
+    expected = RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure
+    assert _comparisons()["rouge_l"](text, reference) == expected
+
+
+def test_rouge_l_of_long_texts_takes_no_time_in_which_the_device_waits() -> None:
+    text, reference = "the row of a model " * 800, "a model of the row " * 800
+    rouge_l = _comparisons()["rouge_l"]
+    began = time.thread_time()
+    assert 0 < (rouge_l(text, reference) or 0) < 1
+    assert time.thread_time() - began < 0.5  # the table of the library has 16 million entries
