@@ -1,7 +1,8 @@
 """Rows of a dataset as prompts: what the model receives, and the reference that its answer is compared with."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,6 +26,8 @@ class Prompt:
     """None: the row has no answer to compare with."""
     ids: Ints | None
     """Tokens; None: the model cannot answer."""
+    received: str | Messages = ""
+    """What the model receives: `content`, with the system message of the options if it has none."""
     problem: str | None = None
     """Reason why the model cannot answer."""
 
@@ -43,11 +46,13 @@ class PromptEncoder:
         try:
             content, reference = split_row(row)
             messages = self._with_system_prompt(content)
-        except (KeyError, TypeError, IndexError, AttributeError, BadRow) as error:
+        except BadRow as error:
+            return Prompt(number, "", None, None, problem=str(error)), False, ""
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             problem = f"the row has no prompt that can be read ({type(error).__name__}: {error})"
-            return Prompt(number, "", None, None, problem), False, ""
+            return Prompt(number, "", None, None, problem=problem), False, ""
         if isinstance(messages, str):
-            return Prompt(number, content, reference, None), False, messages
+            return Prompt(number, content, reference, None, messages), False, messages
         opens = {"add_generation_prompt": True}
         try:
             if not messages:
@@ -55,8 +60,8 @@ class PromptEncoder:
             (chat,) = self._texts.chats.fit_chats(number, row, messages, **opens)
             text = self._texts.chats.render(chat.messages, chat.options, **opens)
         except BadRow as error:
-            return Prompt(number, content, reference, None, str(error)), True, ""
-        return Prompt(number, content, reference, None), True, text
+            return Prompt(number, content, reference, None, messages, str(error)), True, ""
+        return Prompt(number, content, reference, None, messages), True, text
 
     def _with_system_prompt(self, content: str | Messages) -> str | Messages:
         if self._system_prompt is None:
@@ -73,12 +78,12 @@ class PromptEncoder:
             if prompt.problem is None:
                 (ids,) = self._texts.token_ids([text], is_chat)
                 if len(ids) == 0:
-                    prompt = Prompt(prompt.row, prompt.content, prompt.reference, None, "the prompt has no tokens")
+                    prompt = replace(prompt, problem="the prompt has no tokens")
                 elif len(ids) > self._most_tokens:
                     why = f"the prompt has {len(ids):,} tokens, and may have {self._most_tokens:,}"
-                    prompt = Prompt(prompt.row, prompt.content, prompt.reference, None, why)
+                    prompt = replace(prompt, problem=why)
                 else:
-                    prompt = Prompt(prompt.row, prompt.content, prompt.reference, ids)
+                    prompt = replace(prompt, ids=ids)
             prompts.append(prompt)
         return prompts
 
@@ -88,13 +93,17 @@ class PromptEncoder:
 
 
 def split_row(row: dict[str, Any]) -> tuple[str | Messages, str | None]:
-    """Return the prompt of a row and its reference; the answer at the end of a chat is the reference."""
+    """Return the prompt of a row and its reference; the answer at the end of a chat is the reference.
+
+    Raises:
+        BadRow: The reference is neither a text nor a number.
+    """
     if "messages" in row:
         return _split_chat(row["messages"])
     prompt, answer = row["prompt"], row.get("completion", row.get("answer"))
     if isinstance(prompt, list) and isinstance(answer, list):
         return _split_chat([*prompt, *answer])
-    return prompt, answer
+    return prompt, _reference_text(answer)
 
 
 def _split_chat(messages: Messages) -> tuple[Messages, str | None]:
@@ -103,4 +112,13 @@ def _split_chat(messages: Messages) -> tuple[Messages, str | None]:
     content = messages[-1].get("content")
     if isinstance(content, list):
         content = "".join(part.get("text") or "" for part in content)
-    return messages[:-1], content
+    return messages[:-1], _reference_text(content)
+
+
+def _reference_text(answer: Any) -> str | None:
+    """Return a reference as a text; uploads store numbers like that too."""
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        return json.dumps(answer)
+    if answer is not None and not isinstance(answer, str):
+        raise BadRow(f"its reference is a {type(answer).__name__}, and must be a text")
+    return answer

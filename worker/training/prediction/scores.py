@@ -98,7 +98,7 @@ class Scorer:
             scores.append({name: _comparisons()[name](answer.text, reference or "") for name in compared})
             self._alive()
         for is_chat in (False, True):  # a reward function gets prompts of one kind
-            places = [at for at, prompt in enumerate(prompts) if isinstance(prompt.content, list) is is_chat]
+            places = [at for at, prompt in enumerate(prompts) if isinstance(prompt.received, list) is is_chat]
             for name, function in zip(self._rewards, self._functions, strict=True):
                 values = self._reward(function, [prompts[at] for at in places], [answers[at] for at in places])
                 for at, value in zip(places, values, strict=True):
@@ -115,11 +115,11 @@ class Scorer:
         """Call a reward function as TRL does."""
         if not prompts:
             return []
-        is_chat = isinstance(prompts[0].content, list)
+        is_chat = isinstance(prompts[0].received, list)
         texts = [answer.text for answer in answers]
         try:
             values: list[float | None] = function(
-                prompts=[prompt.content for prompt in prompts],
+                prompts=[prompt.received for prompt in prompts],
                 completions=[[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
                 completion_ids=[answer.tokens for answer in answers],
                 answer=[prompt.reference for prompt in prompts],

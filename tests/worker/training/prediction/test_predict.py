@@ -259,6 +259,19 @@ def test_row_without_a_prompt_is_skipped_with_the_reason(forks: Forks, tiny_mode
     assert all("no prompt" in row["problem"] for row in done[1:])
 
 
+def test_reference_that_is_a_number_is_its_text_and_any_other_value_skips_the_row(
+    forks: Forks, tiny_model: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "what is it", "answer": answer} for answer in (42, ["a row"], {"text": "a row"}, True)]
+    data = write_rows(tmp_path / "data.jsonl", rows)
+    options = {"scores": None}
+    done = answers_of(predict(forks, tmp_path / "run", tiny_model, data, data_format="prompt", options=options))
+    assert done[0]["reference"] == "42" and done[0]["scores"]["exact_match"] == 0
+    assert [row["problem"] for row in done[1:]] == [
+        f"its reference is a {kind}, and must be a text" for kind in ("list", "dict", "bool")
+    ]
+
+
 def test_rows_of_every_format_have_prompt_and_reference(forks: Forks, tiny_model: Path, tmp_path: Path) -> None:
     question, answer = {"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a row"}
     tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}]

@@ -97,14 +97,15 @@ def test_answers_of_a_prediction_are_scored_and_a_missing_score_is_no_zero(
     forks: Forks, model: Path, service: RewardService, tmp_path: Path
 ) -> None:
     data = make_questions(tmp_path / "data.jsonl", 12)
-    options = {"rewards": [{"type": "http", "url": service.url}, LENGTH]}
+    options = {"rewards": [{"type": "http", "url": service.url}, LENGTH], "system_prompt": "Be brief."}
     done = run(forks, prediction_job(tmp_path, model, data, options=options))
     rows = answers_of(done)
     scores = [share_of_e(row["prediction"]) for row in rows]
     assert [row["scores"]["reward_http"] for row in rows] == scores
     assert [row["scores"]["reward"] is None for row in rows] == [score is None for score in scores]
     posted = {row["reference"]: row for call in service.calls for row in call.json["rows"]}
-    assert {row["reference"]: (row["prompt"], row["prediction"]) for row in rows} == {
+    system = {"role": "system", "content": "Be brief."}
+    assert {row["reference"]: ([system, *row["prompt"]], row["prediction"]) for row in rows} == {
         reference: (row["prompt"], row["completion"]) for reference, row in posted.items()
     }
     known = [score for score in scores if score is not None]
