@@ -67,9 +67,9 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
         work = _Work(run, answers, encoder, generator, scorer)
         try:
             work.answer_all(trainer)
+            metrics = _sum_up(run, answers, scorer.names)
         except Stopped:
             return _stop(run, answers)
-    metrics = _sum_up(run, answers, scorer.names)
     metrics |= {f"eval_{name}": value for name, value in run.state.reward_usage.items()}
     report_usage(run.report, run.state.reward_usage)
     output = answers.write_output(scorer.names)
@@ -248,12 +248,13 @@ def _sum_up(run: TrainingContext, answers: AnswersFile, names: Sequence[str]) ->
 
     Raises:
         TrainingFailure: `bad_data`: it could answer none.
+        Stopped: a stop was requested.
     """
     totals, skipped, problem = Totals(names), NotedRows(), ""
     rows = answers.read_rows()
     while part := list(islice(rows, _ROWS_OF_PART)):
         totals.add_rows(part)
-        run.report.alive()
+        _beat(run)
         for row in part:
             if row["prediction"] is None:
                 skipped.add(row["row"])

@@ -22,8 +22,9 @@ from tests.worker.training.tiny import (
     write_rows,
 )
 from worker.training.data.chat_template import ensure_template
+from worker.training.failures import Stopped
 from worker.training.model.loader import keep_evaluation_neutral
-from worker.training.prediction.predict import _load_base_in_compute_dtype
+from worker.training.prediction.predict import _load_base_in_compute_dtype, _sum_up
 
 NEW_TOKENS = 12
 TRAINING: dict[str, Any] = {
@@ -197,6 +198,17 @@ def test_prediction_killed_three_times_writes_the_file_of_an_undisturbed_one(
     last = predict(forks, tmp_path / "killed", tiny_model, data, options=options, attempt=4, resume_from=resume_from)
     assert last.of("phase")[-2]["start_step"] == done_so_far[-1]
     assert output_bytes(last) == output_bytes(whole)
+
+
+def test_stop_while_the_scores_are_summed_up_is_noticed() -> None:
+    def stop() -> None:
+        raise Stopped
+
+    row = {"row": 0, "prediction": "a", "reference": "a", "finish_reason": "stop", "completion_tokens": 1, "scores": {}}
+    run: Any = SimpleNamespace(report=SimpleNamespace(alive=lambda: None), raise_if_stopped=stop)
+    answers: Any = SimpleNamespace(read_rows=lambda: iter([row] * 3), total=3)
+    with pytest.raises(Stopped):
+        _sum_up(run, answers, [])
 
 
 def test_sampled_answers_depend_on_seed_and_row_and_not_on_batches(
