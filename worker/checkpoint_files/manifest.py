@@ -10,6 +10,7 @@ import os
 from collections.abc import Container, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from app.infra.files.file_manifest import MANIFEST, MAX_BYTES, parse_manifest
@@ -23,10 +24,17 @@ _MAX_EXTRA = 10
 _LONGEST_NAME = 200
 
 
-def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: HeartbeatCallback = no_heartbeat) -> str:
+def write_manifest(
+    folder: Path,
+    step: int,
+    facts: Mapping[str, Any],
+    alive: HeartbeatCallback = no_heartbeat,
+    digests: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Sync every file of `folder` to the disk and describe it; return the SHA-256 of the manifest itself.
 
-    `alive` is called after each file is on the disk, and for each piece of it that is read.
+    `alive` is called after each file is on the disk, and for each piece of it that is read. Files whose SHA-256 is in
+    `digests` are not read.
 
     Raises:
         OSError: the disk refused the write (full, read-only).
@@ -35,9 +43,9 @@ def write_manifest(folder: Path, step: int, facts: Mapping[str, Any], alive: Hea
     for path in _list_files(folder):
         _sync_to_disk(path)
         alive()
-        with path.open("rb", buffering=0) as file:
-            sha256 = _sha256_of(file, alive)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256}
+        name = path.relative_to(folder).as_posix()
+        sha256 = digests.get(name) or _read_sha256(path, alive)
+        files[name] = {"bytes": path.stat().st_size, "sha256": sha256}
     text = json.dumps({"format": _FORMAT, "step": step, "files": files, **facts}, indent=1).encode()
     path = folder / MANIFEST
     path.write_bytes(text)
@@ -160,6 +168,11 @@ def _printable_name(name: str) -> str:
 
 def _list_files(folder: Path) -> Iterator[Path]:
     return iter(sorted(Path(entry.path) for entry in files_below(folder) if entry.is_file(follow_symlinks=False)))
+
+
+def _read_sha256(path: Path, alive: HeartbeatCallback) -> str:
+    with path.open("rb", buffering=0) as file:
+        return _sha256_of(file, alive)
 
 
 def _sha256_of(file: FileIO, alive: HeartbeatCallback) -> str:

@@ -16,7 +16,7 @@ from worker.claimed_run import ClaimedRun
 
 log = logging.getLogger(__name__)
 
-_LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "base_model", "base_model.*")
+_LEFTOVERS = (".checkpoint-*", ".deleted-*", ".output.tmp", "answers", "base_model", "base_model.*")
 _FETCHED = ".fetch-*.wrk_*.run_*"
 
 

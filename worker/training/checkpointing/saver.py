@@ -1,7 +1,7 @@
 """Checkpoints of a trainer: written completely or not at all, and restored so that training continues exactly."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,8 @@ class CheckpointFacts:
     epoch: float | None
     answered_saves: AnsweredSaves = field(default_factory=AnsweredSaves)
     metrics: dict[str, float | None] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of files that earlier checkpoints have too, which are not read again."""
 
 
 def save_checkpoint(trainer: SavingTrainer) -> bool:
@@ -362,7 +364,7 @@ def commit_checkpoint(
     try:
         with heartbeat_while_growing(alive, staging):
             write()
-        sha256 = manifest.write_manifest(staging, about.step, about.facts, alive)
+        sha256 = manifest.write_manifest(staging, about.step, about.facts, alive, about.digests)
         size = bytes_below(staging)
         manifest.commit(staging, run.folder / name, alive)
     except BaseException:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
+from app.infra.files.file_manifest import MANIFEST
 from app.infra.files.tree import remove_tree
 from worker.checkpoint_files import manifest
 from worker.training.checkpointing.saver import CheckpointFacts, commit_checkpoint
@@ -20,6 +21,9 @@ from worker.training.output.export import OUTPUT
 PREDICTIONS = "predictions.jsonl"
 TABLE = "predictions.parquet"
 _STATE = "prediction_state.json"
+_AHEAD = "ahead.jsonl"
+_COMPLETE_BYTES = 16 * 1024**2
+"""Size from which a file of answers is complete. A checkpoint copies only the file that still grows."""
 _ROWS_AT_ONCE = 1_000
 _LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 """Line ends of Unicode, escaped: `str.splitlines` and others would divide a row at them."""
@@ -47,20 +51,25 @@ class AnsweredRow(TypedDict):
 
 
 class AnswersFile:
-    """Answers so far: rows in the order of the dataset in a file, and those after them in memory.
+    """Answers so far: rows in the order of the dataset in files, and those after them in memory.
 
-    A checkpoint has both, and one of a later attempt starts with them.
+    A checkpoint has both, and one of a later attempt starts with them. A file that is complete is never changed,
+    so that checkpoints share it.
     """
 
     def __init__(self, run: TrainingContext, total: int) -> None:
         self.ahead: dict[int, AnsweredRow] = {}
         """Answered rows of the part of the dataset that is being answered."""
         self.written = 0
-        """Number of rows in the file."""
+        """Number of rows in the files."""
         self.batch_tokens: int | None = None
         """Maximum number of tokens of a batch so far, so that later attempts make the same batches."""
         self._run, self.total = run, total
-        self._path = run.folder / PREDICTIONS
+        self._folder = run.folder / "answers"
+        self._complete: list[Path] = []
+        """Files in the order of their rows that are not written to any more; `_growing` follows them."""
+        self._digests: dict[str, str] = {}
+        """SHA-256 of the complete files that a checkpoint has."""
         self._began = self._saved_at = time.monotonic()
         self._save_seconds = 0.0
         self._restore()
@@ -71,12 +80,21 @@ class AnswersFile:
         """Number of rows that are answered."""
         return self.written + len(self.ahead)
 
+    @property
+    def _growing(self) -> Path:
+        return self._folder / f"answers-{len(self._complete):05}.jsonl"
+
     def append_rows(self, rows: Sequence[AnsweredRow]) -> None:
-        """Append rows to the file, which are the next ones of the dataset."""
-        with self._path.open("ab") as file:
+        """Append rows to the last file, which are the next ones of the dataset."""
+        path = self._growing
+        with path.open("ab") as file:
             file.writelines(_encoded(row) for row in rows)
+            size = file.tell()
         self.written += len(rows)
         self.ahead.clear()
+        if size >= _COMPLETE_BYTES:
+            self._complete.append(path)
+            self._growing.touch()
 
     def save_if_due(self) -> None:
         """Save a checkpoint if the last one is long ago."""
@@ -101,44 +119,53 @@ class AnswersFile:
             facts={"run_id": run.job.run_id, "attempt": run.job.attempt},
             kind=kind,
             epoch=self.answered / self.total,
+            digests=self._digests,
         )
         try:
             staging.mkdir()
             commit_checkpoint(run, staging, lambda: self._write_to(staging), about, run.report.alive)
         except Exception as error:
             raise classify_error(error) from error
+        described = json.loads((run.folder / f"checkpoint-{about.step}" / MANIFEST).read_bytes())["files"]
+        self._digests = {path.name: described[path.name]["sha256"] for path in self._complete}
         self._saved, self._saved_at = self.answered, time.monotonic()
         self._save_seconds = self._saved_at - began
 
     def read_rows(self) -> Iterator[AnsweredRow]:
-        """Yield the rows in the file."""
-        with self._path.open("rb") as file:
-            for line in file:
-                row: AnsweredRow = json.loads(line)
-                yield row
+        """Yield the rows in the files."""
+        for path in (*self._complete, self._growing):
+            with path.open("rb") as file:
+                for line in file:
+                    row: AnsweredRow = json.loads(line)
+                    yield row
 
     def write_output(self, scores: Sequence[str]) -> str:
-        """Make the file the output, with a table of the same rows; return the folder's name."""
+        """Make the files the output, with a table of the same rows; return the folder's name."""
         run = self._run
         run.report.send({"type": "phase", "name": "saving"})
         staging = run.folder / f".{OUTPUT}.tmp"
         remove_tree(staging, ignore_errors=True)
         try:
             staging.mkdir()
-            shutil.copyfile(self._path, staging / PREDICTIONS)
+            with (staging / PREDICTIONS).open("wb") as whole:
+                for path in (*self._complete, self._growing):
+                    with path.open("rb") as file:
+                        shutil.copyfileobj(file, whole)
+                    run.report.alive()
             self._write_table(staging / TABLE, scores)
             run.history.copy_to(staging)
             manifest.commit(staging, run.folder / OUTPUT, run.report.alive)
-            self._path.unlink()
+            remove_tree(self._folder)
         except Exception as error:
             remove_tree(staging, ignore_errors=True)
             raise classify_error(error) from error
         return OUTPUT
 
     def _write_to(self, folder: Path) -> None:
-        shutil.copyfile(self._path, folder / PREDICTIONS)
-        with (folder / PREDICTIONS).open("ab") as file:
-            file.writelines(_encoded(row) for _, row in sorted(self.ahead.items()))
+        for path in self._complete:
+            _share_file(path, folder / path.name)
+        shutil.copyfile(self._growing, folder / self._growing.name)
+        (folder / _AHEAD).write_bytes(b"".join(_encoded(row) for _, row in sorted(self.ahead.items())))
         usage = self._run.state.reward_usage
         state = {"written": self.written, "batch_tokens": self.batch_tokens, "reward_usage": usage}
         (folder / _STATE).write_text(json.dumps(state))
@@ -147,19 +174,21 @@ class AnswersFile:
     def _restore(self) -> None:
         resume = self._run.resume_from
         self._run.history.start_from(None if resume is None else resume.path)
-        self._path.write_bytes(b"")
+        remove_tree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
         if resume is None:
+            self._growing.touch()
             return
         state = json.loads((resume.path / _STATE).read_text())
         self.written, self.batch_tokens = state["written"], state["batch_tokens"]
         self._run.state.reward_usage = state.get("reward_usage", {})
-        with (resume.path / PREDICTIONS).open("rb") as saved, self._path.open("wb") as file:
-            for at, line in enumerate(saved):
-                if at < self.written:
-                    file.write(line)
-                else:
-                    row: AnsweredRow = json.loads(line)
-                    self.ahead[row["row"]] = row
+        *complete, growing = sorted(resume.path.glob("answers-*.jsonl"))
+        for path in complete:
+            _share_file(path, self._folder / path.name)
+            self._complete.append(self._folder / path.name)
+        shutil.copyfile(growing, self._growing)
+        with (resume.path / _AHEAD).open("rb") as lines:
+            self.ahead = {row["row"]: row for row in map(json.loads, lines)}
 
     def _write_table(self, path: Path, scores: Sequence[str]) -> None:
         """Write the rows as Parquet; messages of chats are JSON, as their keys differ."""
@@ -187,3 +216,11 @@ def _encoded(row: AnsweredRow) -> bytes:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
+
+
+def _share_file(path: Path, target: Path) -> None:
+    """Give a file that is not changed any more a second name; copy it where the file system allows none."""
+    try:
+        target.hardlink_to(path)
+    except OSError:
+        shutil.copyfile(path, target)
