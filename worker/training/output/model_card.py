@@ -118,23 +118,32 @@ def _device_line(facts: dict[str, Any]) -> str:
 
 def _loading_program(run: TrainingContext, *, adapter: bool, is_reward_model: bool, has_own_base: bool) -> list[str]:
     """Return a program that loads the output from the folder it was downloaded to, or from the hub."""
-    named, where = run.job.base_model, json.dumps(run.config.push_to_hub or ".")
+    named, repository = run.job.base_model, run.config.push_to_hub
+    where = json.dumps(repository or ".")
+    # The base is named by its path and not by `subfolder`: transformers takes the adapter beside it for the model, and
+    # then looks for the base below the base.
+    downloads_base = has_own_base and repository is not None
     kind = f"AutoModelFor{'SequenceClassification' if is_reward_model else 'CausalLM'}"
     more = ", num_labels=1" if is_reward_model and adapter else ""
     if not adapter:
         load = [f"model = {kind}.from_pretrained({where})"]
     else:
         note = "" if named.hub or has_own_base else f"  # {_way_to(named.name)}"
-        if has_own_base:
-            base = f'{where}, subfolder="{MERGED_BASE}"'
+        adapter_folder = "folder" if downloads_base else where
+        if downloads_base:
+            base = f'f"{{folder}}/{MERGED_BASE}"'
+        elif has_own_base:
+            base = json.dumps(MERGED_BASE)
         else:
             revision = f", revision={json.dumps(named.revision)}" if named.hub and named.revision else ""
             base = json.dumps(named.hub or named.name) + revision
         load = [
+            *([f"folder = snapshot_download({where})"] if downloads_base else []),
             f"base = {kind}.from_pretrained({base}{more}){note}",
-            f"model = PeftModel.from_pretrained(base, {where})",
+            f"model = PeftModel.from_pretrained(base, {adapter_folder})",
         ]
     return [
+        *(["from huggingface_hub import snapshot_download"] if downloads_base else []),
         *(["from peft import PeftModel"] if adapter else []),
         f"from transformers import {kind}, AutoTokenizer",
         "",

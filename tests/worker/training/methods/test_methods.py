@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from anneal.contracts.attempt.run_facts import invalid_facts
@@ -24,6 +26,7 @@ from tests.worker.training.tiny import (
     make_rated,
     make_tiny_model,
 )
+from worker.training.output import model_card
 
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
@@ -137,8 +140,37 @@ def on_adapter(folder: Path, adapter: Path, base: dict[str, Any], data: Path, me
     return {**job, "base_model": {**job["base_model"], "base": base}}
 
 
+def check_program_loads(lines: list[str], done: Outcome, model: Path) -> None:
+    """Run the program of a model card; it loads what `load_output` loads."""
+    loaded: dict[str, Any] = {}
+    exec("\n".join(lines), loaded)
+    ids = torch.arange(5, 25).reshape(1, 20)
+    with torch.inference_mode():
+        assert torch.equal(loaded["model"].eval()(ids).logits, load_output(done.output, model).eval()(ids).logits)
+    assert loaded["tokenizer"].chat_template
+
+
+def check_card_loads(done: Outcome, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the program of the model card in the output's folder, and that for its repository on the hub."""
+    card = (done.output / "README.md").read_text()
+    with monkeypatch.context() as patched:
+        patched.chdir(done.output)
+        check_program_loads(card.split("```python\n")[1].split("```")[0].splitlines(), done, model)
+
+        (folder / "ada").mkdir()
+        (folder / "ada" / "tuned").symlink_to(done.output)
+        patched.chdir(folder)
+        patched.setattr("huggingface_hub.snapshot_download", lambda repository: str(folder / repository))
+        run: Any = SimpleNamespace(
+            job=SimpleNamespace(base_model=SimpleNamespace(hub=None, name="run_full")),
+            config=SimpleNamespace(push_to_hub="ada/tuned"),
+        )
+        lines = model_card._loading_program(run, adapter=True, is_reward_model=False, has_own_base=True)
+        check_program_loads(lines, done, model)
+
+
 def test_runs_build_on_runs_also_on_adapters_of_quantized_bases(
-    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = completed(forks.run(make_job(tmp_path / "1", tiny_model, chats, method="full", **COMMON)))
     adapter = completed(forks.run(make_job(tmp_path / "2", full.output, chats, method="qlora", **COMMON)))
@@ -147,6 +179,7 @@ def test_runs_build_on_runs_also_on_adapters_of_quantized_bases(
     assert (again.output / "base_model" / "model.safetensors").is_file()
     assert not (again.folder / "base_model").exists()
     assert "<|assistant|>" in generates(again.output, tiny_model)
+    check_card_loads(again, tiny_model, tmp_path, monkeypatch)
     last = full.of("metric")[-1]["loss"]
     assert adapter.of("metric")[0]["loss"] < last + 0.3
     assert again.of("metric")[0]["loss"] < adapter.of("metric")[0]["loss"]
