@@ -58,10 +58,12 @@ def plain_answers(model: Any, tokenizer: Any, prompts: Iterable[str], new_tokens
     return texts
 
 
-def adapted_answers(base: Path, adapter: Path, prompts: Iterable[str], **options: Any) -> list[str]:
+def adapted_answers(
+    base: Path, adapter: Path, prompts: Iterable[str], new_tokens: int = NEW_TOKENS, **options: Any
+) -> list[str]:
     """Return the answers of plain transformers and peft."""
     model = PeftModel.from_pretrained(load_model(base, **options), str(adapter)).eval()
-    return plain_answers(model, load_tokenizer(base), prompts)
+    return plain_answers(model, load_tokenizer(base), prompts, new_tokens)
 
 
 def new_question(number: int | str, prompt: str | list[int] | None = None, **options: Any) -> Question:

@@ -218,6 +218,23 @@ class TestMemory:
         assert 2 <= max(rows for rows, _ in shapes) < len(prompts)
         assert max(tokens for _, tokens in shapes) > 60, "no answer was read again with its prompt"
 
+    def test_batches_of_several_adapters_share_a_memory_that_is_too_small_for_all(
+        self, base: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        names, prompts = ["dora", "lora"], ["a", "the"]
+        engine = new_engine(base, EngineLimits(cache_tokens=266))
+        shapes = shapes_of_passes(engine, monkeypatch)
+        questions = [
+            new_question(f"{name} {at}", text, adapter=name, max_tokens=90)
+            for at, text in enumerate(prompts)
+            for name in names
+        ]
+        answers = ask(engine, questions, adapters)
+        for name in names:
+            plain = adapted_answers(base, adapters[name], prompts, new_tokens=90)
+            assert [answers.text(f"{name} {at}") for at in range(len(prompts))] == plain, name
+        assert max(tokens for _, tokens in shapes) > 60, "no answer was read again with its prompt"
+
     def test_answers_are_complete_after_a_device_had_no_memory_for_a_pass(
         self, base: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -343,6 +360,16 @@ class TestEnds:
         answers = ask(AnswerEngine(model, tokenizer), [new_question(1, ids[0].tolist())])
         assert answers.pieces["1"][-1].finish_reason == "stop"
         assert sum(piece.tokens for piece in answers.pieces["1"]) == count
+
+    def test_tokens_that_the_model_suppresses_are_left_out_as_in_generate(
+        self, base: Path, tokenizer: Any, expected: list[str]
+    ) -> None:
+        model = load_model(base)
+        model.generation_config.suppress_tokens = tokenizer("".join(expected))["input_ids"]
+        plain = plain_answers(model, tokenizer, PROMPTS)
+        answers = ask(AnswerEngine(model, tokenizer), [new_question(at, text) for at, text in enumerate(PROMPTS)])
+        assert [answers.text(at) for at in range(len(PROMPTS))] == plain
+        assert not set(plain) & set(expected)
 
     def test_answer_without_a_limit_fills_the_context_and_longer_prompts_end_with_an_error(self, base: Path) -> None:
         engine = new_engine(base)
