@@ -67,11 +67,11 @@ def test_assets_are_kept_forever_under_the_digest_of_their_version(shared_api: A
             assert answer.headers["cache-control"] == "public, max-age=31536000, immutable"
             assert answer.headers["content-type"] == file.media_type
         with browser.stream(
-            "GET", f"/assets/{loaded.digest}/css/app.css", headers={"Accept-Encoding": "gzip"}
+            "GET", f"/assets/{loaded.digest}/css/tables.css", headers={"Accept-Encoding": "gzip"}
         ) as zipped:
             body = b"".join(zipped.iter_raw())
         assert zipped.headers["content-encoding"] == "gzip" and zipped.headers["vary"] == "Accept-Encoding"
-        assert gzip.decompress(body) == loaded.files["css/app.css"].body
+        assert gzip.decompress(body) == loaded.files["css/tables.css"].body
         others = [
             "/assets/0000000000000000/js/main.js",
             f"/assets/{loaded.digest}/js/none.js",
