@@ -141,6 +141,9 @@ export function Dialog({ title, onClose, children, wide }) {
     const element = box.current;
     const opener = /** @type {HTMLElement | null} */ (document.activeElement);
     element?.showModal();
+    // The browser would focus the button that closes it.
+    const first = element?.querySelector('.inner > header ~ * :is(input, select, textarea, button, a):not(:disabled)');
+    /** @type {HTMLElement | null | undefined} */ (first)?.focus();
     return () => {
       element?.close();
       opener?.focus(); // the dialog leaves the page at once, and the browser would focus nothing

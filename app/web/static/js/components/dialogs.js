@@ -11,10 +11,10 @@ import { ErrorText } from './states.js';
  * Dialog with a form. It stays open, with the error, if the request fails.
  * @param {{
  *   title: string, onSubmit: () => Promise<void>, onClose: () => void, children: any, verb?: string,
- *   busyText?: string,
- * }} props `busyText`: what happens while a request takes long.
+ *   busyText?: string, labels?: Record<string, string>,
+ * }} props `busyText`: what happens while a request takes long; `labels`: of its fields, by their names in the API.
  */
-export function FormDialog({ title, onSubmit, onClose, children, verb = 'Save', busyText }) {
+export function FormDialog({ title, onSubmit, onClose, children, verb = 'Save', busyText, labels }) {
   const action = useAction();
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
@@ -24,7 +24,7 @@ export function FormDialog({ title, onSubmit, onClose, children, verb = 'Save', 
     <form class="stackform" onSubmit=${submit}>
       ${children}
       ${busyText && action.busy && html`<p class="muted" role="status">${busyText}</p>`}
-      <${ErrorText} error=${action.error} />
+      <${ErrorText} error=${action.error} labels=${labels} />
       <footer>
         <button type="button" class="btn" onClick=${onClose}>Cancel</button>
         <button class="btn primary" disabled=${action.busy}>${verb}</button>

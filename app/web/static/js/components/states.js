@@ -8,9 +8,19 @@ export const Prose = ({ text }) => html`${text
   .split('`')
   .map((part, index) => (index % 2 ? html`<code>${part}</code>` : part))}`;
 
-/** @param {{ error: Error | null }} props Message of a failed request, if it failed. */
-export const ErrorText = ({ error }) =>
-  error && html`<p class="error-text" role="alert"><${Prose} text=${error.message} /></p>`;
+/**
+ * Message of a failed request, if it failed.
+ * @param {{ error: import('../api.js').ApiError | null, labels?: Record<string, string> }} props `labels`: of the
+ *   fields of a form, by their names in the API; errors of these fields are shown by label.
+ */
+export const ErrorText = ({ error, labels = {} }) => {
+  if (!error) return null;
+  const isLabeled = error.errors.length > 0 && error.errors.every(({ field }) => field in labels);
+  const lines = isLabeled ? error.errors.map(({ field, message }) => `${labels[field]}: ${message}`) : [error.message];
+  return html`<div class="error-text" role="alert">
+    ${lines.map((line) => html`<p><${Prose} text=${line} /></p>`)}
+  </div>`;
+};
 
 /** @param {{ what: string }} props `what`: a plural noun, such as `runs`. */
 export const Loading = ({ what }) => html`<p class="state muted" role="status" aria-busy="true">Loading ${what} …</p>`;

@@ -312,6 +312,7 @@ function EditDialog({ webhook, onClose, onSaved }) {
   return html`<${FormDialog}
     title=${webhook ? 'Edit the webhook' : 'New webhook'}
     verb=${webhook ? 'Save' : 'Create'}
+    labels=${{ url: 'Address', name: 'Name' }}
     onClose=${onClose}
     onSubmit=${saveWebhook}
   >
@@ -342,9 +343,10 @@ function EditDialog({ webhook, onClose, onSaved }) {
     <div class="f">
       <${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${setMessageFormat} />
     </div>
-    <div class="f" role="group" aria-label="Events">
+    <p class="legend-text"><b>Events</b></p>
+    <div class="row wrap" role="group" aria-label="Events">
       ${Object.entries(TYPES).map(
-        ([type, text]) => html`<label class="row">
+        ([type, text]) => html`<label class="check">
           <input type="checkbox" checked=${types.includes(type)} onChange=${() => setTypes(toggle(types, type))} />
           ${text}
         </label>`,
@@ -399,7 +401,7 @@ function Conditions({ conditions, onChange }) {
     )}
     <div class="row wrap" role="group" aria-label="Statuses that an event reports">
       ${STATUSES.map(
-        (status) => html`<label class="row">
+        (status) => html`<label class="check">
           <input
             type="checkbox"
             checked=${statuses.includes(status)}
