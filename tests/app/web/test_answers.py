@@ -63,6 +63,12 @@ def test_answers_are_shown_row_by_row_beside_those_of_another_prediction(
     expect(rows.nth(0)).to_contain_text("answer 0 of second")
     page.set_viewport_size(PHONE)
     assert too_wide(page) == []
+    row = rows.nth(1).bounding_box()
+    first_answer, second_answer = (
+        rows.nth(1).get_by_text(f"answer 1 of {name}").bounding_box() for name in ("first", "second")
+    )
+    assert row and first_answer and second_answer
+    assert first_answer["x"] == second_answer["x"] < row["x"] + 20, "answers start at the left edge, below each other"
     page.goto("/")
     page.get_by_role("group", name="Kind of runs").get_by_role("button", name="Predictions").click()
     expect(page.get_by_role("row").filter(has_text="second")).to_be_visible()

@@ -1,8 +1,8 @@
 """Banner of every page while the queue is paused."""
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, ViewportSize, expect
 
-from tests.app.web.pages import too_wide
+from tests.app.web.pages import PHONE, too_wide
 from tests.app.web.test_pages import HOSTILE, violations
 from tests.server import ApiServer
 
@@ -13,6 +13,12 @@ def test_every_page_says_why_the_queue_is_paused_and_an_admin_resumes_it(page: P
     banner = page.locator(".banner.paused")
     expect(banner).to_contain_text("<img src=x onerror=alert(1)>")
     assert violations(page) + too_wide(page) == []
+    narrow: ViewportSize = {"width": 640, "height": 720}
+    for window in (PHONE, narrow):
+        page.set_viewport_size(window)
+        icon, text = banner.locator("svg").bounding_box(), banner.get_by_role("heading").bounding_box()
+        assert icon and text and text["x"] < icon["x"] + icon["width"] + 20, "the text is not beside the icon"
+        assert too_wide(page) == []
     banner.get_by_role("button", name="Resume the queue").click()
     expect(banner).to_have_count(0)
     assert shared_api.client.get("/v1/queue").json()["paused"] is False
