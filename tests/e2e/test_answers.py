@@ -92,6 +92,23 @@ def test_process_that_is_killed_in_mid_answer_costs_that_answer_alone(
 
 
 @pytest.mark.full
+def test_adapter_that_takes_no_others_beside_it_answers_from_a_run_of_its_own(
+    stack: TrainingStack, client: openai.OpenAI
+) -> None:
+    run_id = stack.train(method="lora", max_steps=2, save_steps=1, trainable_token_indices=[3])
+    assert stack.until(run_id, "completed", "failed", timeout=120)["status"] == "completed"
+    output = text_of(client, run_id)
+    (run,) = serving_runs(stack, "running")
+    assert run["base_run_id"] == run_id
+    saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
+    last = max(saved, key=lambda checkpoint: checkpoint["step"])
+    stack.client.post(f"/v1/runs/{run['id']}/stop").raise_for_status()
+    assert text_of(client, last["id"]) == output
+    (run,) = serving_runs(stack, "running")
+    stack.client.post(f"/v1/runs/{run['id']}/stop").raise_for_status()
+
+
+@pytest.mark.full
 def test_worker_api_and_valkey_that_are_killed_in_mid_answer_end_it_within_seconds_and_the_next_one_comes(
     stack: TrainingStack, client: openai.OpenAI
 ) -> None:

@@ -179,7 +179,7 @@ class TestAnswer:
 
 
 class TestModel:
-    def test_adapters_on_one_base_share_its_serving_run_and_whole_models_have_their_own(
+    def test_adapters_on_one_base_share_its_serving_run_and_models_that_are_none_beside_others_have_their_own(
         self, emptied_api: ApiServer, engine: Engine, ask: Ask
     ) -> None:
         lora = {"base_model": "tiny", "method": "lora", "lora_r": 8, "learning_rate": 1e-3}
@@ -188,9 +188,10 @@ class TestModel:
             ("first", lora),
             ("second", lora | {"lora_r": 4}),
             ("whole", {"base_model": "tiny", "method": "full"}),
+            ("tokens", lora | {"trainable_token_indices": [3]}),
         ):
             models.append(trained(emptied_api, engine, config, name))
-        (first, saved), (second, _), (whole, whole_saved) = models
+        (first, saved), (second, _), (whole, whole_saved), (tokens, tokens_saved) = models
         answer = ask(first)
         with serving(emptied_api, engine) as process:
             for model, adapter in ((None, first), (second, second), ("first", first), (saved, saved), ("tiny", None)):
@@ -199,14 +200,19 @@ class TestModel:
                 assert (question.get("adapter"), question["folder"]) == (adapter, adapter and f"/adapters/{adapter}")
                 process.write(question, "x")
                 answer.result(timeout=30)
-            for number, model in enumerate((whole, whole_saved, whole_saved), start=1):
+            expected = {
+                whole: (whole, whole, None, None),
+                whole_saved: ("tiny", None, whole_saved, whole),
+                tokens: ("tiny", tokens, None, None),
+                tokens_saved: ("tiny", None, tokens_saved, tokens),
+            }
+            for number, model in enumerate((whole_saved, *expected), start=1):
                 answer = ask(model)
                 run = eventually(
                     lambda count=number: serving_runs(engine)[count:], what="a serving run of the whole model"
                 )[-1]
-                expected = (whole, whole, None) if model == whole else ("tiny", None, whole_saved)
-                assert (run.base_model, run.base_run_id, run.resume_checkpoint_id) == expected
-                assert run.parent_run_id == (None if model == whole else whole)
+                weights = (run.base_model, run.base_run_id, run.resume_checkpoint_id, run.parent_run_id)
+                assert weights == expected[model]
                 assert emptied_api.client.post(f"/v1/runs/{run.id}/stop").status_code == 202
                 assert refused(answer) == (503, "serving_stopped")
 

@@ -1,8 +1,8 @@
 """Finds or creates the serving run that answers questions to a model.
 
 A serving run loads one base model. Adapters on it, which are outputs or checkpoints of runs, are loaded beside it when
-a question names them; an output that is a whole model is a base model of its own. Any other checkpoint has a serving
-run of its own, which loads it as a prediction does.
+a question names them; an output that is a whole model is a base model of its own. Any other checkpoint, and an adapter
+that takes no others beside it, has a serving run of its own, which loads it as a prediction does.
 """
 
 from collections.abc import Collection, Mapping
@@ -62,14 +62,17 @@ class ServedModel:
     """Configuration of the serving run, as a user would write it."""
     adapter: str | None = None
     """Run or checkpoint that is the adapter; None: the base model itself answers."""
-    checkpoint: str | None = None
-    """Checkpoint whose weights a serving run of its own loads; `config` is that of its run then."""
+    weights: str | None = None
+    """Run or checkpoint whose weights a serving run of its own loads; `config` is that of the run then."""
 
     @property
     def is_answered_by(self) -> ColumnElement[bool]:
-        """Condition that a serving run answers for the model: it has its checkpoint, or its configuration."""
-        if self.checkpoint is not None:
-            return Run.resume_checkpoint_id == self.checkpoint
+        """Condition that a serving run answers for the model: it has its weights, or its configuration."""
+        if self.weights is not None and is_id(self.weights, "ckpt"):
+            return Run.resume_checkpoint_id == self.weights
+        if self.weights is not None:
+            # That of a base model which is the output of a run has both.
+            return and_(Run.base_run_id == self.weights, Run.base_model != self.weights)
         stored = TrainingConfig.model_validate(self.config).model_dump(mode="json")
         return and_(Run.resume_checkpoint_id.is_(None), Run.config == stored)
 
@@ -99,7 +102,8 @@ async def find_model(session: AsyncSession, settings: Settings, storage: Storage
         raise model_refused("run_without_output", f"Run {run.id} is {run.status} and has no output: use a checkpoint.")
     method = method_of(run.config)
     if method.trains_adapter(run.config["lora_r"]) and run.config.get("output") != "merged":
-        return ServedModel(_loading_config(run, method, _OF_BASE), run.id)
+        config = _loading_config(run, method, _OF_BASE)
+        return ServedModel(config, weights=run.id) if _is_alone(run) else ServedModel(config, adapter=run.id)
     return ServedModel(_loading_config(run, method, _OF_MODEL) | {"base_model": run.id})
 
 
@@ -117,11 +121,11 @@ async def find_or_create_serving_run(
         raise model_not_found("There is no such model; GET /openai/v1/models lists base models and outputs.") from None
     if (run := await session.scalar(_open_runs(is_answered_by))) is not None:
         return run, False
-    if model.checkpoint is None:
+    if model.weights is None:
         new = await _plan_base(session, settings, storage, model, transaction.caller_id)
     else:
-        request = InferenceCreate.model_construct(model=model.checkpoint, priority=PRIORITY)
-        new = await plan_inference(session, settings, storage, _CheckpointServing(request), transaction.caller_id)
+        request = InferenceCreate.model_construct(model=model.weights, priority=PRIORITY)
+        new = await plan_inference(session, settings, storage, _WeightsServing(request), transaction.caller_id)
     if (reason := await _reason_not_to_start(session, settings, new.plan.requirements)) is not None:
         raise no_device(reason)
     await session.execute(select(func.pg_advisory_xact_lock(_TURN)))
@@ -158,15 +162,15 @@ async def _plan_base(
     )
 
 
-class _CheckpointServing(Inference):
-    """Answers of a checkpoint that is no adapter on an unchanged base."""
+class _WeightsServing(Inference):
+    """Answers of weights that have a serving run of their own."""
 
     task = RunTask.serve
     noun = "answers"
     reason = "a question has come to"
 
     def base_config(self, dataset: Dataset | None) -> dict[str, Any]:
-        raise NotImplementedError  # a base model is no checkpoint
+        raise NotImplementedError  # these are of a run
 
     def changes_of(self, run: Run, dataset: Dataset | None, *, has_output: bool) -> Changes:
         return answering_changes(run, has_output=has_output)
@@ -226,9 +230,15 @@ async def _find_checkpoint(session: AsyncSession, checkpoint_id: str) -> ServedM
     _refuse_other_runs(run)
     method = method_of(run.config)
     config = _loading_config(run, method, _OF_BASE)
-    if not method.trains_adapter(run.config["lora_r"]) or run.config.get("init_lora_weights") in CHANGES_BASE:
-        return ServedModel(config, checkpoint=checkpoint_id)
+    has_changed_base = run.config.get("init_lora_weights") in CHANGES_BASE
+    if not method.trains_adapter(run.config["lora_r"]) or has_changed_base or _is_alone(run):
+        return ServedModel(config, weights=checkpoint_id)
     return ServedModel(config, adapter=checkpoint_id)
+
+
+def _is_alone(run: Run) -> bool:
+    """Return True if the adapter of a run takes no others beside it: peft loads one with single tokens alone."""
+    return bool(run.config.get("trainable_token_indices"))
 
 
 def _refuse_other_runs(run: Run) -> None:
