@@ -1,23 +1,16 @@
 """Trainer on preference pairs whose loss needs no reference model; `orpo` and `simpo` each add their loss."""
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from trl import DPOConfig, DPOTrainer
-from trl.trainer import dpo_trainer
+from trl import DPOTrainer
 
 from anneal.contracts.attempt.messages import TrainingResult
 from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
-from worker.training.data import preferences
-from worker.training.data.preferences import Pairs
-from worker.training.data.reader import RowSource
 from worker.training.loop.trainer import ServiceTrainerMixin
-from worker.training.methods import pipeline, preparation
-from worker.training.overrides import ReferenceFreeOverrides, avoid_weight_hash
-
-avoid_weight_hash(dpo_trainer)
+from worker.training.methods.pairs import PairMixin, train_on_pairs
+from worker.training.overrides import ReferenceFreeOverrides
 
 
 class PairScores(NamedTuple):
@@ -31,19 +24,9 @@ class PairScores(NamedTuple):
     """Each token of the better answers; and of their prompts, if the trainer learns prompts."""
 
 
-class ReferenceFreeTrainer(ReferenceFreeOverrides, ServiceTrainerMixin, DPOTrainer):  # type: ignore[misc]
+class ReferenceFreeTrainer(PairMixin, ReferenceFreeOverrides, ServiceTrainerMixin, DPOTrainer):  # type: ignore[misc]
     """A trainer on tokenized pairs, with the data and the output layer of TRL's `DPOTrainer`."""
 
-    MEASURES: ClassVar[Mapping[str, str]] = {
-        "rewards/accuracies": "preference_accuracy",
-        "rewards/margins": "reward_margin",
-        "rewards/chosen": "reward_chosen",
-        "rewards/rejected": "reward_rejected",
-        "logps/chosen": "logps_chosen",
-        "logps/rejected": "logps_rejected",
-        "mean_token_accuracy": "token_accuracy",
-        "entropy": "entropy",
-    }
     LEARNS_PROMPTS: ClassVar[bool] = False
     """True if `pair_loss` needs the log-probabilities of the prompts, before the better answers."""
 
@@ -62,9 +45,6 @@ class ReferenceFreeTrainer(ReferenceFreeOverrides, ServiceTrainerMixin, DPOTrain
         is_filler = self.row_share == 0
         tokens = sum(ranks.gather_values(0 if is_filler else values.numel()))
         return values.sum() * (0.0 if is_filler else ranks.size / (tokens * self.row_share))
-
-    def usual_length(self, tokens_of_a_row: float) -> float:
-        return tokens_of_a_row / 2
 
     def loss_of_pairs(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of a micro-batch, and record its metrics."""
@@ -123,31 +103,8 @@ class ReferenceFreeTrainer(ReferenceFreeOverrides, ServiceTrainerMixin, DPOTrain
 
 
 def train_without_reference(
-    run: TrainingContext,
-    replaced: list[Replacement],
-    make: type[ReferenceFreeTrainer],
-    beta: float,
+    run: TrainingContext, replaced: list[Replacement], make: type[ReferenceFreeTrainer], beta: float
 ) -> TrainingResult:
     """Train one run on preference pairs; result and errors are those of `pipeline.train_on_tokens`."""
-    setup = preparation.prepare_start(run, replaced)
-    no_dropout = preparation.must_disable_dropout(run, replaced)
-    preparation.chat_template_if_needed(run, setup.tokenizer)
-    max_length, truncation_mode = setup.max_length, run.config.truncation_mode
-
-    def read(rows: RowSource) -> Pairs:
-        return preferences.read_preferences(
-            rows, setup.tokenizer, max_length=max_length, truncation_mode=truncation_mode
-        )
-
-    def arguments(shared: dict[str, Any]) -> DPOConfig:
-        return DPOConfig(
-            **shared,
-            beta=beta,
-            max_length=max_length,
-            pad_to_multiple_of=preparation.padding_multiple(run, setup),
-            truncation_mode=truncation_mode,
-            disable_dropout=no_dropout,
-            precompute_ref_log_probs=True,  # so that TRL loads no reference model; its rows are left as they are
-        )
-
-    return pipeline.train_on_tokens(run, replaced, setup, read, make, arguments)
+    # Log-probabilities that are precomputed let TRL load no reference model; the rows are left as they are.
+    return train_on_pairs(run, replaced, make, lambda: {"beta": beta, "precompute_ref_log_probs": True})
