@@ -39,16 +39,17 @@ DpoLoss = Literal[
 ]  # fmt: skip
 """TRL losses that need no further options."""
 
+_ReferenceBeta = Annotated[
+    float,
+    Traits(usual=(0.001, 5)),
+    Field(gt=0, le=100, description="Controls the deviation from the reference model; higher values stay closer."),
+]
+
 
 class DpoOptions(Strict):
     """Options of direct preference optimization; for method `dpo` only."""
 
-    beta: Annotated[float, Traits(usual=(0.001, 5))] = Field(
-        default=0.1,
-        gt=0,
-        le=100,
-        description="Controls the deviation from the reference model; higher values stay closer.",
-    )
+    beta: _ReferenceBeta = 0.1
     loss_type: Annotated[DpoLoss, Traits()] = Field(default="sigmoid", description="DPO loss function.")
     label_smoothing: Annotated[float, Traits()] = Field(
         default=0.0,
@@ -61,12 +62,7 @@ class DpoOptions(Strict):
 class KtoOptions(Strict):
     """Options of Kahneman-Tversky optimization; for method `kto` only."""
 
-    beta: Annotated[float, Traits(usual=(0.001, 5))] = Field(
-        default=0.1,
-        gt=0,
-        le=100,
-        description="Controls the deviation from the reference model; higher values stay closer.",
-    )
+    beta: _ReferenceBeta = 0.1
     loss_type: Annotated[Literal["kto", "apo_zero_unpaired"], Traits()] = Field(
         default="kto", description="KTO loss function; `apo_zero_unpaired` has no KL term."
     )
