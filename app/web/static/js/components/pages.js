@@ -1,6 +1,7 @@
 // Buttons that lead to the next page of a list, and back to its first one.
 
 import { html } from '../../vendor/preact.js';
+import * as format from '../format.js';
 import { setQuery } from '../router.js';
 
 /**
@@ -25,3 +26,20 @@ export const PageButtons = ({ after, page, children }) => html`<div class="row f
     Next page
   </button>`}
 </div>`;
+
+/**
+ * Buttons that turn the pages of a list which is read from page to page.
+ * @param {{ isFirst: boolean, isLast: boolean, onPrevious: () => void, onNext: () => void }} props
+ */
+export const TurnButtons = ({ isFirst, isLast, onPrevious, onNext }) => html`
+  <button type="button" class="btn small" disabled=${isFirst} onClick=${onPrevious}>Previous</button>
+  <button type="button" class="btn small" disabled=${isLast} onClick=${onNext}>Next</button>
+`;
+
+/**
+ * Position of a page among all rows.
+ * @param {{ first: number, last: number, total: number | null }} props
+ */
+export const RowRange = ({ first, last, total }) => html`<span class="sub num">
+  ${format.integer(first)} to ${format.integer(last)} of ${format.integer(total)}
+</span>`;

@@ -2,6 +2,7 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { get } from '../api.js';
+import { RowRange, TurnButtons } from '../components/pages.js';
 import { Loaded } from '../components/states.js';
 import * as format from '../format.js';
 import { useResource } from '../resource.js';
@@ -19,27 +20,22 @@ export function Rows({ dataset }) {
     (signal) => get(`/v1/datasets/${dataset.id}/rows`, { after, limit: PAGE_SIZE }, signal),
     `${dataset.id} ${after}`,
   );
+  const shown = /** @type {{ line: number }[]} */ (page.data?.data ?? []);
   return html`<section class="box" aria-label="Rows">
     <header>
       <h2>Rows</h2>
-      ${page.data && html`<span class="sub num">${formatRange(page.data.data, dataset.rows)}</span>`}
+      ${shown.length > 0 && html`<${RowRange}
+        first=${shown[0].line}
+        last=${shown[shown.length - 1].line}
+        total=${dataset.rows}
+      />`}
       <span class="grow"></span>
-      <button
-        type="button"
-        class="btn small"
-        disabled=${pages.length === 1}
-        onClick=${() => setPages(pages.slice(0, -1))}
-      >
-        Previous
-      </button>
-      <button
-        type="button"
-        class="btn small"
-        disabled=${!page.isCurrent || !page.data?.next}
-        onClick=${() => setPages([...pages, page.data.next])}
-      >
-        Next
-      </button>
+      <${TurnButtons}
+        isFirst=${pages.length === 1}
+        isLast=${!page.isCurrent || !page.data?.next}
+        onPrevious=${() => setPages(pages.slice(0, -1))}
+        onNext=${() => setPages([...pages, page.data.next])}
+      />
     </header>
     <${Loaded} resource=${page} what="rows">
       ${(/** @type {any} */ { data }) => html`<ol class="rows">
@@ -53,12 +49,6 @@ export function Rows({ dataset }) {
     <//>
   </section>`;
 }
-
-/** @param {{ line: number }[]} rows @param {number} total */
-const formatRange = (rows, total) =>
-  rows.length
-    ? `${format.integer(rows[0].line)} to ${format.integer(rows[rows.length - 1].line)} of ${format.integer(total)}`
-    : 'none';
 
 /** @param {{ row: Record<string, any> }} props */
 export function Row({ row }) {

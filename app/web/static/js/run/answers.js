@@ -2,6 +2,7 @@
 
 import { html, useState } from '../../vendor/preact.js';
 import { get, getBytes } from '../api.js';
+import { RowRange, TurnButtons } from '../components/pages.js';
 import { Empty, Loaded } from '../components/states.js';
 import { Cell } from '../datasets/rows.js';
 import * as format from '../format.js';
@@ -84,29 +85,19 @@ function Rows({ runs, names, total, children }) {
   return html`<section class="box" aria-label="Answers">
     <header>
       <h2>Answers</h2>
-      ${rows.length > 0 && html`<span class="sub num">
-        ${format.integer(rows[0].row + 1)} to ${format.integer(rows[rows.length - 1].row + 1)} of ${format.integer(
-          total,
-        )}
-      </span>`}
+      ${rows.length > 0 && html`<${RowRange}
+        first=${rows[0].row + 1}
+        last=${rows[rows.length - 1].row + 1}
+        total=${total}
+      />`}
       <span class="grow"></span>
       ${children}
-      <button
-        type="button"
-        class="btn small"
-        disabled=${pages.length === 1}
-        onClick=${() => setPages(pages.slice(0, -1))}
-      >
-        Previous
-      </button>
-      <button
-        type="button"
-        class="btn small"
-        disabled=${!page.isCurrent || rows.length === 0 || rows[rows.length - 1].row + 1 === total}
-        onClick=${turnPage}
-      >
-        Next
-      </button>
+      <${TurnButtons}
+        isFirst=${pages.length === 1}
+        isLast=${!page.isCurrent || rows.length === 0 || rows[rows.length - 1].row + 1 === total}
+        onPrevious=${() => setPages(pages.slice(0, -1))}
+        onNext=${turnPage}
+      />
     </header>
     <${Loaded} resource=${page} what="answers">
       ${(/** @type {Part[]} */ parts) => html`<ol class="rows">
