@@ -9,10 +9,10 @@ from sqlalchemy import Engine, func, select, text, update
 
 from app.config import Settings
 from app.infra.ids import new_id
-from app.infra.storage import Storage
 from app.runs.creating import inference
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
+from tests.app.runs.creating.inferences import refused, train
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
 from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
@@ -50,20 +50,8 @@ def evaluation_of(api: ApiServer, model: str, dataset: str, **body: Any) -> dict
     return run
 
 
-def refused(answer: httpx.Response) -> dict[str, str]:
-    """Codes of the errors by field."""
-    assert answer.status_code == 422, answer.text
-    return {error["field"]: error["code"] for error in answer.json()["errors"]}
-
-
 def trained(api: ApiServer, engine: Engine, dataset: str, **config: Any) -> tuple[str, str]:
-    """A completed run with an output; answers its id and that of its checkpoint."""
-    body = {"config": {**LORA, **KEPT, **config}, "backend": "celery", "name": "mine"}
-    run_id = make_run(api.client, dataset, **body)["id"]
-    trainer = Trainer(engine, run_id).begin()
-    saved = trainer.checkpoint(20)
-    trainer.complete().write_output(Storage(api.settings))
-    return run_id, saved
+    return train(api, engine, dataset, {**LORA, **KEPT, **config})
 
 
 def waits_for_a_lock(engine: Engine) -> bool:

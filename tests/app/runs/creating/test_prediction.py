@@ -9,7 +9,7 @@ from sqlalchemy import Engine
 from anneal.contracts.methods import to_score
 from app.config import Settings
 from app.infra.ids import new_id
-from app.infra.storage import Storage
+from tests.app.runs.creating.inferences import refused, train
 from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_run
 from tests.rows import events_of, run_row
 from tests.server import ApiServer
@@ -46,26 +46,11 @@ def prediction_of(api: ApiServer, model: str, dataset: str, **body: Any) -> dict
     return run
 
 
-def refused(answer: httpx.Response) -> dict[str, str]:
-    """Codes of the errors by field."""
-    assert answer.status_code == 422, answer.text
-    return {error["field"]: error["code"] for error in answer.json()["errors"]}
-
-
-def trained(api: ApiServer, engine: Engine, dataset: str, config: dict[str, Any] = LORA) -> tuple[str, str]:
-    """A completed run with an output; answers its id and that of its checkpoint."""
-    run_id = make_run(api.client, dataset, config=config, backend="celery", name="mine")["id"]
-    trainer = Trainer(engine, run_id).begin()
-    saved = trainer.checkpoint(20)
-    trainer.complete().write_output(Storage(api.settings))
-    return run_id, saved
-
-
 class TestRequest:
     def test_output_of_a_run_answers_with_the_configuration_of_its_model_alone(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        run_id, _ = trained(api, engine, dataset, LORA | {"extra": {"max_grad_norm": 2.0}, "use_dora": True})
+        run_id, _ = train(api, engine, dataset, LORA | {"extra": {"max_grad_norm": 2.0}, "use_dora": True})
         options = {"max_new_tokens": "1k", "temperature": 0.5, "stop": ["x"], "seed": 7, "dtype": "float32"}
         run = prediction_of(api, run_id, dataset, config=options, tags=["t"], priority=3)
         assert (run["task"], run["status"], run["name"], run["tags"]) == (
@@ -98,7 +83,7 @@ class TestRequest:
     ) -> None:
         pairs = make_dataset(engine, "preference", ["prompt", "chosen", "rejected"])
         prompts = make_dataset(engine, "prompt", ["prompt"])
-        run_id, saved = trained(api, engine, pairs, DPO)
+        run_id, saved = train(api, engine, pairs, DPO)
         for model in (run_id, saved, "tiny"):
             config = prediction_of(api, model, prompts)["config"]
             assert (config["method"], config["lora_r"]) == (("full", 16) if model == "tiny" else ("sft", 8))
@@ -116,7 +101,7 @@ class TestRequest:
 class TestRefusals:
     def test_model_that_cannot_answer(self, api: ApiServer, engine: Engine, dataset: str) -> None:
         pairs = make_dataset(engine, "preference", ["prompt", "chosen", "rejected"])
-        judge, _ = trained(api, engine, pairs, {"base_model": "tiny", "method": "reward", "lora_r": 8})
+        judge, _ = train(api, engine, pairs, {"base_model": "tiny", "method": "reward", "lora_r": 8})
         live = make_run(api.client, dataset, config=LORA, backend="celery")["id"]
         Trainer(engine, live).begin().fail()
         prediction = prediction_of(api, "tiny", dataset)["id"]
@@ -157,7 +142,7 @@ class TestRefusals:
         assert refused(predict(api, "tiny", dataset, config=config)) == errors
 
     def test_field_of_the_model_that_is_that_of_the_run(self, api: ApiServer, engine: Engine, dataset: str) -> None:
-        run_id, _ = trained(api, engine, dataset)
+        run_id, _ = train(api, engine, dataset, LORA)
         assert refused(predict(api, run_id, dataset, config={"revision": "main"})) == {
             "config.revision": "not_changeable"
         }
@@ -185,7 +170,7 @@ class TestResume:
     def test_stopped_prediction_of_a_checkpoint_continues_with_its_weights(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        run_id, weights = trained(api, engine, dataset)
+        run_id, weights = train(api, engine, dataset, LORA)
         first = prediction_of(api, weights, dataset)
         assert (first["parent_run_id"], first["resume_checkpoint_id"]) == (run_id, weights)
         trainer = Trainer(engine, first["id"]).begin(total=8)
@@ -203,7 +188,7 @@ class TestResume:
     def test_prediction_without_a_checkpoint_starts_again_with_its_weights(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        _, weights = trained(api, engine, dataset)
+        _, weights = train(api, engine, dataset, LORA)
         first = prediction_of(api, weights, dataset)["id"]
         Trainer(engine, first).begin(total=8).fail()
         answer = api.client.post(f"/v1/runs/{first}/resume", json={})
@@ -235,7 +220,7 @@ class TestResult:
     def test_predictions_are_ranked_among_each_other_by_their_scores(
         self, api: ApiServer, engine: Engine, dataset: str
     ) -> None:
-        run_id, _ = trained(api, engine, dataset)
+        run_id, _ = train(api, engine, dataset, LORA)
         predictions = {}
         for score in (0.25, 0.75, 0.5):
             prediction = predictions[score] = prediction_of(api, run_id, dataset)["id"]
