@@ -18,7 +18,7 @@ MUTANTS = (
                 "    return False\n",
             ),
         ),
-        test="tests/app/backends/test_ray_jobs.py::TestAJob::test_end_of_a_job_whose_run_trains_is_ignored",
+        test="tests/app/backends/ray_jobs/test_ended_jobs.py::TestAJob::test_end_of_a_job_whose_run_trains_is_ignored",
     ),
     Mutant(
         name="lease-from-the-answer",
