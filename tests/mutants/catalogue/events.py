@@ -60,7 +60,7 @@ MUTANTS = (
                 "            self._stored += len(batch)\n        self._rollups.note_commit()",
             ),
         ),
-        test="tests/worker/ingest/test_record_handler.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
+        test="tests/worker/ingest/record_handler/test_stored_records.py::test_a_commit_whose_answer_got_lost_is_not_stored_twice[1]",
     ),
     Mutant(
         name="points-counted-again",

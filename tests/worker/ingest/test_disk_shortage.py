@@ -13,7 +13,7 @@ from app.infra.db import sync_engine
 from app.infra.files.disk_space import DatabaseReserve
 from app.runs.events.log import NewEvent
 from tests.waiting import eventually
-from tests.worker.ingest.test_record_handler import Lab
+from tests.worker.ingest.record_handler.lab import Lab
 from worker.ingest.spool import RunUpdate
 
 

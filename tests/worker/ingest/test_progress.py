@@ -10,7 +10,7 @@ from sqlalchemy import text
 from app.config import Settings
 from app.infra.db import sync_engine
 from tests.rows import run_row
-from tests.worker.ingest.test_record_handler import Lab, checkpoint
+from tests.worker.ingest.record_handler.lab import Lab, checkpoint
 from worker.checkpoint_files.manifest import write_manifest
 
 
