@@ -210,6 +210,13 @@ def print_note(text: str) -> None:
     print_text(text, err=True)
 
 
+def report_changed(resource: Any, as_json: bool) -> None:
+    """Report that the resource is changed."""
+    if as_json:
+        print_json(resource)
+    print_note(f"{resource.id} is changed.")
+
+
 def report_deleted(id: str, as_json: bool) -> None:
     """Report that the resource is deleted."""
     if as_json:

@@ -18,8 +18,8 @@ from app.cli.console import (
     print_details,
     print_json,
     print_listing,
-    print_note,
     print_text,
+    report_changed,
     report_deleted,
     split_page,
 )
@@ -107,9 +107,7 @@ def edit(
     quota = new_limit("max_devices", max_devices, no_max_devices)
     with open_client() as client:
         changed = client.experiments.update(experiment_id, name=name, description=description, tags=tags, **quota)
-        if as_json:
-            print_json(changed)
-    print_note(f"{experiment_id} is changed.")
+        report_changed(changed, as_json)
 
 
 @commands.command()

@@ -17,6 +17,7 @@ from app.cli.console import (
     print_listing,
     print_note,
     print_text,
+    report_changed,
     report_deleted,
     split_page,
 )
@@ -132,10 +133,7 @@ def edit(
     with open_client() as client:
         options: dict[str, Any] = {"url": url, "name": name, "format": format, "types": types, "enabled": enable}
         options["filter"] = conditions if conditions or no_filter else None
-        changed = client.webhooks.update(_id_of(client, webhook_id), **options)
-        if as_json:
-            print_json(changed)
-    print_note(f"{changed.id} is changed.")
+        report_changed(client.webhooks.update(_id_of(client, webhook_id), **options), as_json)
 
 
 @commands.command()

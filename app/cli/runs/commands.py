@@ -21,6 +21,7 @@ from app.cli.console import (
     print_listing,
     print_note,
     print_text,
+    report_changed,
     show_transfer,
     split_page,
     value_text,
@@ -251,10 +252,7 @@ def edit(
     Example: `anneal runs edit run_01k3x9m6q2v8s4t0w7y5z1a3b6 --name baseline --tag keep --priority 10`
     """
     with open_client() as client:
-        changed = client.runs.update(run_id, name=name, tags=tags, priority=priority)
-        if as_json:
-            print_json(changed)
-    print_note(f"{run_id} is changed.")
+        report_changed(client.runs.update(run_id, name=name, tags=tags, priority=priority), as_json)
 
 
 def _set_pin(run_id: str, checkpoint: str | None, pinned: bool, as_json: bool) -> None:
