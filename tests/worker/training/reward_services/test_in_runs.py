@@ -11,6 +11,7 @@ from tests.worker.training.methods.test_evaluation import evaluation_job
 from tests.worker.training.prediction.test_predict import answers_of, make_questions, prediction_job
 from tests.worker.training.reward_services.service import Reply, RewardService, reward_service
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts, make_tiny_model
+from tests.worker.training.two_ranks import TwoRanks
 
 KEY = "sk-key-of-ada-0123456789"
 HOSTS = [{"name": "127.0.0.1", "is_private": True, "secret": "judge_key"}]
@@ -139,3 +140,21 @@ def test_service_that_refuses_the_key_ends_the_run_with_a_sentence(
         "Reward `http` cannot be computed: 127.0.0.1 answered with status 401: "
         '\'{"error": "[redacted] is revoked"}\'. An admin sets another key with `anneal secrets set judge_key`.'
     )
+
+
+@pytest.mark.full
+def test_calls_of_every_device_are_counted(
+    two_ranks: TwoRanks, model: Path, service: RewardService, tmp_path: Path
+) -> None:
+    data = make_prompts(tmp_path / "prompts.jsonl", 16)
+    rewards = [LENGTH, {"type": "http", "url": service.url, "rows_per_request": 3}]
+    rlhf = {"num_generations": 4, "max_completion_length": 12, "rewards": rewards}
+    fields = {**TRAINING, "max_steps": 2, "eval_steps": 2, "eval_split": 0.2, "rlhf": rlhf}
+    job = make_job(tmp_path, model, data, data_format="prompt", **fields)
+    done = two_ranks.run(job | {"reward_hosts": [{"name": "127.0.0.1", "is_private": True}]})
+    assert done.result["outcome"] == "completed", (done.result, done.stderr[-3000:])
+    last = done.of("metric")[-1]["extra"]
+    posted = [row for call in service.calls for row in call.json["rows"]]
+    assert len(posted) >= 2 * 16 and last["reward_calls"] == 2 * 2 * 3
+    lines = [record["line"] for record in done.of("message")]
+    assert any(line.startswith(f"The rewards took {len(service.calls)} calls; ") for line in lines), lines
