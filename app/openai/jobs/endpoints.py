@@ -56,8 +56,8 @@ async def create_job(body: JobCreate, request: Request, response: Response, tran
     return await _read_job(transaction.session, to_openai_id(run.id))
 
 
-@router.get("", openapi_extra={"parameters": [_METADATA_PARAMETER]})
-async def list_jobs(request: Request, session: Reading, limit: Limit = 20, after: After = None) -> ListPage[JobObject]:
+@router.get("", response_model=ListPage[JobObject], openapi_extra={"parameters": [_METADATA_PARAMETER]})
+async def list_jobs(request: Request, session: Reading, limit: Limit = 20, after: After = None) -> Response:
     """List jobs, newest first: all runs that train, without those that have resumed a job."""
     last = to_native_id(after, "run") if after is not None else None
     if after is not None and last is None:
@@ -65,7 +65,9 @@ async def list_jobs(request: Request, session: Reading, limit: Limit = 20, after
     rows, has_more = await reading.list_jobs(session, limit, last, _metadata_filter(request))
     predictions = await _eta_service(request).of({row.run_id: row.status for row in rows})
     jobs = [reading.job_object(row, predictions.get(row.run_id)) for row in rows]
-    return ListPage[JobObject].of(jobs, has_more=has_more)
+    # Serialized here: the framework would validate each job once more.
+    page = ListPage[JobObject].of(jobs, has_more=has_more)
+    return Response(page.model_dump_json(), media_type="application/json")
 
 
 @router.get("/{job_id}")
