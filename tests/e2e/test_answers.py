@@ -52,6 +52,12 @@ def serving_runs(stack: TrainingStack, *statuses: str) -> list[dict[str, Any]]:
     return runs
 
 
+def serving_run(stack: TrainingStack) -> dict[str, Any]:
+    """The run that serves, whose first answers come before its status is recorded."""
+    (run,) = eventually(lambda: serving_runs(stack, "running"))
+    return run
+
+
 def test_base_and_adapter_answer_from_one_serving_run_which_makes_room_for_training(
     stack: TrainingStack, client: openai.OpenAI, adapter: str
 ) -> None:
@@ -65,7 +71,7 @@ def test_base_and_adapter_answer_from_one_serving_run_which_makes_room_for_train
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 4000}])
     assert raised.value.code == "context_length_exceeded"
-    (run,) = serving_runs(stack, "running")
+    run = serving_run(stack)
     training = stack.train(method="lora", max_steps=1)
     assert stack.until(training, "completed", "failed", timeout=120)["status"] == "completed"
     ended = stack.until(run["id"], "completed", "failed", "cancelled", timeout=30)
@@ -78,7 +84,7 @@ def test_process_that_is_killed_in_mid_answer_costs_that_answer_alone(
     stack: TrainingStack, client: openai.OpenAI
 ) -> None:
     before = text_of(client)
-    (run,) = serving_runs(stack, "running")
+    run = serving_run(stack)
     pid = pids_of_trainers(stack.journal(run["id"]))[-1]
     stream = ask(client, max_tokens=LONG, n=8, stream=True)
     next(stream)
@@ -86,7 +92,7 @@ def test_process_that_is_killed_in_mid_answer_costs_that_answer_alone(
     with pytest.raises(openai.APIError, match="was lost before its end"):
         list(stream)
     assert text_of(client) == before
-    assert [shown["id"] for shown in serving_runs(stack, "running")] == [run["id"]]
+    assert serving_run(stack)["id"] == run["id"]
     assert stack.stop(run["id"]).status_code == 202
     assert stack.until(run["id"], "cancelled", "completed", "failed", timeout=30)["status"] == "cancelled"
 
@@ -98,13 +104,13 @@ def test_adapter_that_takes_no_others_beside_it_answers_from_a_run_of_its_own(
     run_id = stack.train(method="lora", max_steps=2, save_steps=1, trainable_token_indices=[3])
     assert stack.until(run_id, "completed", "failed", timeout=120)["status"] == "completed"
     output = text_of(client, run_id)
-    (run,) = serving_runs(stack, "running")
+    run = serving_run(stack)
     assert run["base_run_id"] == run_id
     saved = stack.client.get(f"/v1/runs/{run_id}/checkpoints").json()["data"]
     last = max(saved, key=lambda checkpoint: checkpoint["step"])
     stack.client.post(f"/v1/runs/{run['id']}/stop").raise_for_status()
     assert text_of(client, last["id"]) == output
-    (run,) = serving_runs(stack, "running")
+    run = serving_run(stack)
     stack.client.post(f"/v1/runs/{run['id']}/stop").raise_for_status()
 
 
