@@ -160,8 +160,7 @@ class StepCallback(TrainerCallback):  # type: ignore[misc]
         if not run.ranks.is_first:
             run.state.losses.clear()
             return
-        # The mean of exact losses, not the trainer's running sum, which restarts after a resume.
-        loss = sum(run.state.losses) / len(run.state.losses)
+        loss = logs["loss"]
         run.state.losses.clear()
         if run.state.best_loss is None or loss < run.state.best_loss:
             run.state.best_loss = loss

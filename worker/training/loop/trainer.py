@@ -128,6 +128,10 @@ class ServiceTrainerMixin(StepMixin, CheckpointMixin, WeightsMixin, EvaluationMi
             run.state.eval_pending = True
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        losses = self.run.state.losses
+        if "loss" in logs and losses:
+            # The mean of exact losses, not the trainer's running sum, which restarts after a resume.
+            logs = {**logs, "loss": sum(losses) / len(losses)}
         super().log(logs, start_time)
         # The state is written into every checkpoint, and the history is kept elsewhere.
         self.state.log_history.clear()

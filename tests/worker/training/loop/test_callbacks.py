@@ -3,15 +3,19 @@
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 from anneal.contracts.attempt.messages import ControlMessage
 from anneal.contracts.stop import StopRequest
 from tests.waiting import eventually
 from tests.worker.training.tiny import Forks, make_job
 from worker.training.loop.callbacks import metric_line
+from worker.training.loop.trainer import ServiceTrainerMixin
+from worker.training.run_state import RunState
 
 QUICK: dict[str, Any] = {"method": "lora", "max_seq_length": 64, "batch_size": 2, "gradient_accumulation_steps": 1}
 
@@ -74,3 +78,17 @@ def test_the_log_has_metrics_as_words_and_numbers() -> None:
     assert metric_line(3, 200, logs) == f"step 3/200  {numbers}"
     assert metric_line(1, 2, {"loss": 0.5, "length": 3, "reward": 0.25}) == "step 1/2  loss 0.5  reward 0.25  length 3"
     assert metric_line(0, 0, logs) == f"step 0  {numbers}", "an evaluation without training"
+
+
+def test_the_loss_of_a_line_is_the_mean_of_exact_losses_also_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[dict[str, float]] = []
+    monkeypatch.setattr(Trainer, "log", lambda _trainer, logs, _start: logged.append(logs))
+    trainer: Any = object.__new__(ServiceTrainerMixin)
+    # Restored with a checkpoint between two metrics; the sum of the library restarts.
+    trainer.run = SimpleNamespace(state=RunState(losses=[8.0, 6.0]))
+    trainer.state = SimpleNamespace(log_history=[])
+    trainer.log({"loss": 3.0, "grad_norm": 1.0})
+    trainer.log({"eval_loss": 3.0})
+    assert logged == [{"loss": 7.0, "grad_norm": 1.0}, {"eval_loss": 3.0}]
