@@ -67,6 +67,8 @@ class RunState:
     """Step, epoch and loss as last logged."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """States of the installed callbacks, by position and name."""
+    equal_reward_steps: int = 0
+    """Steps in a row up to the last metric in which the completions of each prompt had equal rewards."""
     reward_usage: dict[str, int] = field(default_factory=dict)
     """Cost of rewards that are calls over HTTP so far, by metric; empty without such rewards."""
 

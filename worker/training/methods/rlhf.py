@@ -36,6 +36,8 @@ from worker.training.reward_services.scoring_service import ScoringService
 from worker.training.reward_services.service_client import CallContext, take_keys
 from worker.training.reward_services.service_scorer import ServiceScorer, add_usage, report_usage, take_usage
 
+_MOST_EQUAL_STEPS = 10
+"""Steps in a row without a difference between rewards after which a run warns."""
 _NON_FINITE_ERROR = "probability tensor contains either"
 """Part of torch's error when it samples from non-finite probabilities."""
 
@@ -104,6 +106,27 @@ class RewardTrainerMixin(RewardOverrides, ServiceTrainerMixin):
         if self.model.training:  # an evaluation is counted at its end: until then each rank is alone
             self._count_usage()
         return rewards.masked_fill(rewards[:, services].isnan().any(dim=1, keepdim=True), torch.nan)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            self._warn_of_equal_rewards(self._metrics["train"]["frac_reward_zero_std"])
+        super().log(logs, start_time)
+
+    def _warn_of_equal_rewards(self, shares: Sequence[float]) -> None:
+        """Warn once if the rewards of many steps in a row teach nothing; `shares` are of steps not yet counted."""
+        state = self.run.state
+        for share in shares:
+            if state.equal_reward_steps >= _MOST_EQUAL_STEPS:
+                return
+            state.equal_reward_steps = state.equal_reward_steps + 1 if share >= 1 else 0
+        if state.equal_reward_steps >= _MOST_EQUAL_STEPS:
+            self.run.report.message(
+                f"In {_MOST_EQUAL_STEPS} steps in a row all completions of each prompt had the same reward, so the "
+                "model learned nothing from the rewards. Compare the rewards of the samples: if all are 0, check the "
+                "reward and its answers, or start with easier prompts; if all are the highest, take harder prompts. A "
+                "higher `rlhf.temperature` or `rlhf.num_generations` makes completions that differ.",
+                level="warning",
+            )
 
     def named_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         named = super().named_metrics(metrics)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from pydantic import TypeAdapter
 from anneal.contracts.rewards import Reward, needs_answer
 from worker.training.methods import rewards
 from worker.training.methods.rewards import build_reward_functions
+from worker.training.methods.rlhf import RewardTrainerMixin
+from worker.training.run_state import RunState
 
 TOKENIZER = SimpleNamespace(all_special_ids=[0, 1])
 CATASTROPHE = r"^(([a-z])+.)+[A-Z]([a-z])+$"
@@ -292,3 +295,20 @@ class TestFunctions:
             "import sys, worker.training.methods.rewards; sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
         )
         assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_rewards_that_are_equal_in_ten_steps_in_a_row_cost_one_warning_that_a_resume_does_not_repeat() -> None:
+    lines: list[str] = []
+    trainer: Any = object.__new__(RewardTrainerMixin)
+    report = SimpleNamespace(message=lambda line, *, level: lines.append(f"{level}: {line}"))
+    trainer.run = SimpleNamespace(state=RunState(), report=report)
+    for shares in ([1.0] * 9, [0.5], [1.0] * 9):
+        trainer._warn_of_equal_rewards(shares)
+    assert lines == []
+    trainer.run.state = RunState(**asdict(trainer.run.state))
+    trainer._warn_of_equal_rewards([1.0])
+    (line,) = lines
+    assert line.startswith("warning: In 10 steps in a row") and "rlhf.temperature" in line
+    for shares in ([1.0] * 5, [0.0], [1.0] * 20):
+        trainer._warn_of_equal_rewards(shares)
+    assert len(lines) == 1
