@@ -77,6 +77,14 @@ class _Forms:
     """False if it leaves out the descriptions of tools."""
 
 
+def rejected_chat(error: Exception) -> BadRow:
+    """Return what to report for a chat with which a template raises an error."""
+    return BadRow(
+        f"the chat template rejects it: {str(error)[:200].rstrip('.')}; change the roles or the order of its messages, "
+        "or use a `chat_template` that takes them"
+    )
+
+
 class ChatRenderer:
     """Renderer of the chats of a dataset, which collects remarks about their rows."""
 
@@ -117,7 +125,7 @@ class ChatRenderer:
                 )
             )
         except Exception as error:  # a template can raise anything
-            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
+            raise rejected_chat(error) from error
 
     def generation_spans(self, messages: Sequence[Any], options: dict[str, Any]) -> list[tuple[int, int]]:
         """Return the start and end character of each `{% generation %}` block of the rendered messages."""

@@ -18,7 +18,7 @@ from trl.chat_template_utils import (
 )
 
 from anneal.contracts.training_config.fields import LossOn
-from worker.training.data.chat_rendering import Chat, ChatRenderer, own_template
+from worker.training.data.chat_rendering import Chat, ChatRenderer, own_template, rejected_chat
 from worker.training.data.remarks import Remark
 from worker.training.data.tokenization import IGNORED, BadRow, Encoded, TextTokenizer, mask_prefix
 from worker.training.failures import TrainingFailure
@@ -129,6 +129,22 @@ def trains_end_of_turn(tokenizer: PreTrainedTokenizerBase) -> bool:
     if template is None and not has_generation_markers(own_template(tokenizer)):
         return True  # answers are located by rendering, with all that follows them
     return bool(is_chat_template_stop_token_trained(tokenizer, template))
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the special token with which the tokenizer's chat template ends an answer; None if there is none."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = str(tokenizer.apply_chat_template(_SHORT_CHAT, tokenize=False))
+    except Exception:  # it requires other messages
+        return None
+    _, answer, after = text.rpartition(_SHORT_CHAT[-1]["content"])
+    if not answer or not after:
+        return None
+    first = tokenizer(after, add_special_tokens=False)["input_ids"][0]
+    added = tokenizer.added_tokens_decoder.get(first)
+    return int(first) if added is not None and added.special else None
 
 
 @dataclass(frozen=True)
@@ -277,7 +293,7 @@ class ChatEncoder:
                     **chats[0].chat.options,
                 )
         except Exception as error:
-            raise BadRow(f"the chat template rejects it: {str(error)[:200]}") from error
+            raise rejected_chat(error) from error
         encoded = []
         for row, (ids, mask, item) in enumerate(zip(batch["input_ids"], batch["assistant_masks"], chats, strict=True)):
             if 1 not in mask:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from worker.training.checkpointing import rng_state
 from worker.training.context import TrainingContext
-from worker.training.data.chat_template import default_template
+from worker.training.data.chat_template import default_template, end_of_turn
 from worker.training.data.preferences import is_conversational
 from worker.training.failures import Stopped, one_line
 from worker.training.trainer_protocol import ServiceTrainer
@@ -107,10 +107,30 @@ def generate_texts(
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text: that of the tokenizer, and those of the model, such as the end of a turn."""
+    """Return the tokens that end a text: those of the tokenizer and of the model, and the end of a turn in a chat."""
+    every = [*_eos_tokens(model, tokenizer), end_of_turn(tokenizer)]
+    return list(dict.fromkeys(token for token in every if token is not None))
+
+
+def _eos_tokens(model: Any, tokenizer: Any) -> list[int]:
     published = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     more = published if isinstance(published, list) else [published]
     return list(dict.fromkeys(token for token in [tokenizer.eos_token_id, *more] if token is not None))
+
+
+def end_answers_at_turns(run: TrainingContext, model: Any, tokenizer: Any) -> str | None:
+    """Add the token that ends an answer of the chat template to the end tokens of a model that learns chats.
+
+    Return the token if neither the tokenizer nor the model has it as one, else None.
+    """
+    config, turn = getattr(model, "generation_config", None), end_of_turn(tokenizer)
+    if config is None or turn is None or not _is_chat(run):
+        return None
+    ends = _eos_tokens(model, tokenizer)
+    if turn in ends:
+        return None
+    config.eos_token_id = [*ends, turn]
+    return str(tokenizer.convert_ids_to_tokens(turn))
 
 
 class _HeartbeatAndStop(StoppingCriteria):  # type: ignore[misc]

@@ -21,6 +21,7 @@ from worker.training.failures import TrainingFailure, one_line
 from worker.training.loop.callbacks import MetricLines, SharingCallback, StepCallback
 from worker.training.loop.checkpoints import EndedBeforeStep
 from worker.training.loop.module_walks import CachedModuleWalks
+from worker.training.loop.sampling import end_answers_at_turns
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.measurement.histograms import HistogramCallback
 from worker.training.measurement.memory import MemoryProfiler
@@ -174,6 +175,8 @@ def build_trainer(make: Callable[..., Trains], run: TrainingContext, start: Base
         )
     if is_compiled:
         compile_layers(trainer.model)
+    if not run.is_inference:
+        _end_answers_at_turns(trainer)
     if run.ranks.is_first and not run.is_inference and not run.is_probe:
         check_saves(trainer)
     trainer.remove_callback(PrinterCallback)  # it prints dictionaries, in one process of each host
@@ -191,6 +194,24 @@ def build_trainer(make: Callable[..., Trains], run: TrainingContext, start: Base
     if run.ranks.size == 1:
         trainer.add_callback(CachedModuleWalks())  # last: callbacks of plugins may add modules when training begins
     return trainer
+
+
+def _end_answers_at_turns(trainer: ServiceTrainerMixin) -> None:
+    """Let the model end its answers where the chat template does, and report a base whose files do not say so."""
+    run, tokenizer = trainer.run, trainer.processing_class
+    token = end_answers_at_turns(run, trainer.model, tokenizer)
+    if token is None:
+        return
+    if run.config.lora_r is not None and run.config.output == "adapter":
+        ends = trainer.model.generation_config.eos_token_id
+        advice = f"Where you load the adapter yourself, pass `eos_token_id={ends}` to `generate`."
+    else:
+        advice = "The generation_config.json of the output names it."
+    run.report.message(
+        f"The chat template ends an answer with {token}, which is an end token neither of the tokenizer nor of the "
+        f"model. Samples and predictions of this run end there too. {advice}",
+        level="warning",
+    )
 
 
 def report_run_info(

@@ -19,6 +19,7 @@ from worker.checkpoint_files import manifest
 from worker.training.checkpointing.snapshot import save_weights
 from worker.training.context import TrainingContext
 from worker.training.failures import OUT_OF_MEMORY, Stopped, classify_error
+from worker.training.loop.sampling import end_answers_at_turns
 from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.measurement.memory import write_profile
 from worker.training.model import loader
@@ -181,7 +182,7 @@ def _merge_output(
     """Replace the adapter in a folder by the whole model, merged in the data type of the base.
 
     On a GPU it is merged there, and on the CPU if the GPU lacks the memory for it. Its configurations name the special
-    tokens of `tokenizer`, as those of the trained model do: it was trained to end with them.
+    tokens of `tokenizer`, and the end of a turn, as those of the trained model do: it was trained to end with them.
     """
     adapter = folder / "adapter"
     adapter.mkdir()
@@ -197,6 +198,7 @@ def _merge_output(
         )
     loader.name_base(merged, run.job.base_model.portable_name)
     align_special_tokens(merged, tokenizer)
+    end_answers_at_turns(run, merged, tokenizer)
     keep_published_generation_config(merged)
     merged.save_pretrained(folder)
     remove_tree(adapter)

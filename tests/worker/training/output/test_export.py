@@ -19,6 +19,7 @@ from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.resolution import resolve_config
 from anneal.contracts.training_config.rules import DeviceCapabilities
 from tests.worker.training.tiny import Forks, Outcome, load_output, make_job
+from worker.training.loop import sampling
 from worker.training.model import loader
 from worker.training.model.base_model import find_base
 from worker.training.output import export
@@ -115,6 +116,32 @@ class TestWeights:
 
 
 class TestForm:
+    def test_a_model_whose_template_ends_turns_with_another_token_than_eos_ends_its_answers_there(
+        self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
+    ) -> None:
+        base = tmp_path / "base"
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant\\n' }}{% endif %}"
+        )
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        model.resize_token_embeddings(len(tokenizer))
+        model.save_pretrained(base)
+        tokenizer.save_pretrained(base)
+        turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+        config = QUICK | {"method": "lora", "output": "merged", "max_steps": 1}
+        done = forks.run(make_job(tmp_path / "run", base, chats, **config))
+        assert done.result["outcome"] == "completed", done.result
+        ends = json.loads((done.output / "generation_config.json").read_text())["eos_token_id"]
+        assert ends == [tokenizer.eos_token_id, turn]
+        (warning,) = [one["line"] for one in done.of("message") if "<|im_end|>" in one["line"]]
+        assert "generation_config.json of the output names it" in warning
+        assert sampling.end_tokens(model, tokenizer) == ends, "predictions with the base or an adapter end there too"
+        assert AutoTokenizer.from_pretrained(done.output).eos_token == tokenizer.eos_token
+
     @pytest.mark.parametrize("method", ["lora", "qlora"])
     def test_a_merged_output_loads_with_transformers_alone_and_computes_the_same(
         self, method: str, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path
