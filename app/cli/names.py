@@ -19,6 +19,12 @@ Noun = Literal["run", "dataset", "experiment"]
 _PREFIXES: dict[Noun, str] = {"run": "run", "dataset": "ds", "experiment": "exp"}
 _LAST = "last"
 _CREATED_BY: dict[Noun, str] = {"run": "runs create", "dataset": "datasets upload", "experiment": "experiments create"}
+_NONE_YET = {
+    "action": "The run has no action yet; `anneal actions checkpoint` requests one.",
+    "checkpoint": "The run has no checkpoint yet; `anneal runs checkpoints` lists them once it has saved one.",
+    "delivery": "The webhook has no delivery yet; `anneal webhooks test` sends one.",
+    "webhook": "There is no webhook yet; `anneal webhooks create` creates one.",
+}
 _MOST_CANDIDATES = 5
 _MOST_OFFERED = 100
 """Items that one request reads, to offer them to the shell or to see whether a name is unique."""
@@ -86,16 +92,16 @@ def run_or_other(context: typer.Context, text: str) -> str:
 
 
 def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
-    """Return the id of the item of a run that `text` names: an id, the beginning of one, or `last` for the newest."""
+    """Return the id of the item that `text` names: an id, the beginning of one, or `last` for the newest."""
     if is_id(text, text.partition("_")[0]):
         return text
     if text == _LAST:
         newest = next(iter(items), None)
         if newest is None:
-            fail(f"The run has no {noun}.", code=f"{noun}_not_found")
+            fail(_NONE_YET[noun], code=f"{noun}_not_found")
         return str(newest.id)
     matches = (it for it in items if it.id.startswith((text, f"{it.id.partition('_')[0]}_{text}")))
-    how = "Use an id, the beginning of one, or `last`; list those of the run."
+    how = "Use an id, the beginning of one, or `last`, of those that exist here."
     return _only_match(noun, text, islice(matches, _MOST_CANDIDATES), how)
 
 

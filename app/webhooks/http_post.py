@@ -43,7 +43,7 @@ async def post_message(url: str, headers: Mapping[str, str], body: bytes, privat
         if "private" in error.problem:
             advice = "webhooks call only public ones: the operator can add it to ANNEAL_WEBHOOK_PRIVATE_HOSTS"
             raise AttemptFailed(f"{error}, and {advice}.") from None
-        raise AttemptFailed(f"{error}.") from None
+        raise AttemptFailed(f"{error}: correct the host in the URL of the webhook, or the server's DNS.") from None
     except (httpx.HTTPError, OSError) as error:
         raise AttemptFailed(f"{host} could not be reached: {error or type(error).__name__}.") from None
     if 300 <= status < 400:

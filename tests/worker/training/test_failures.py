@@ -216,6 +216,7 @@ class TestFailures:
         tokenizer.save_pretrained(model)
         message = failed(forks.run(make_job(tmp_path, model, chats, **QUICK)), "config_error")
         assert f"token id {rows}," in message and f"{rows} tokens" in message
+        assert "Use the tokenizer that the model was trained with" in message and "`pad_token`" in message
 
     def test_a_pickled_adapter_is_never_loaded(
         self, forks: Forks, tiny_model: Path, chats: Path, tmp_path: Path

@@ -258,7 +258,9 @@ def check_vocabulary(network: PreTrainedModel, highest_id: int) -> None:
         raise TrainingFailure(
             "config_error",
             f"The tokenizer returns the token id {highest_id}, but the model has embeddings for {rows} tokens (0 to "
-            f"{rows - 1}): they do not match.",
+            f"{rows - 1}). Use the tokenizer that the model was trained with. If {highest_id} is the id of the padding "
+            "token alone, set `pad_token` in tokenizer_config.json to a token that the model has, such as its "
+            "end-of-sequence token.",
         )
 
 

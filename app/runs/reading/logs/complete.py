@@ -67,8 +67,8 @@ def files_of(folder: FileFolder) -> list[tuple[str, int]]:
         raise ApiError(
             404,
             "complete_log_missing",
-            "This attempt has no complete log: it printed nothing, or its worker could not write the file; GET …/logs "
-            "has the lines of the stream.",
+            "This attempt has no complete log: it printed nothing, or its worker could not write the file. "
+            "Read the lines of the stream instead: `anneal runs logs`, or GET /v1/runs/{id}/logs.",
         )
     names = sorted(
         {path.removesuffix(".txt.gz").removesuffix(".1") for path in sizes}, key=lambda name: (len(name), name)

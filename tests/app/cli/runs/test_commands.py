@@ -174,7 +174,7 @@ def test_checkpoints_are_listed_and_resumed_from(anneal: Anneal, trainer: Traine
 
 def test_resume_without_a_checkpoint_names_from_start(anneal: Anneal, trainer: Trainer) -> None:
     trainer.fail()
-    assert "has no checkpoint" in anneal("runs", "export", "last", "--checkpoint", "last", code=1).stderr
+    assert "has no checkpoint yet; `anneal" in anneal("runs", "export", "last", "--checkpoint", "last", code=1).stderr
     assert "--from-start" in anneal("runs", "resume", trainer.run_id, code=1).stderr
     assert anneal("runs", "resume", trainer.run_id, "--from-start").stdout.startswith("run_")
 
