@@ -33,6 +33,8 @@ _PLAUSIBLE_OPERATIONS = 1e3, 1e18
 _MOST_MB = 2**31
 ASSUMED_SPEED = {"cuda": 1e14, "cpu": 3e10}
 """Operations per second, used until a run has been measured."""
+_LEAST_STEP_SECONDS = 0.005
+"""Time of the smallest step: its Python code and the launches of its kernels, however few operations it has."""
 _SCALES = (
     "Time is assumed to be inversely proportional to the number of devices, whether they divide rows or share "
     "sequences."
@@ -46,6 +48,15 @@ class Speed:
     seconds: float
     source: Literal["history", "comparable", "assumed"]
     sentences: tuple[str, ...]
+
+    def bounded(self, steps: int | None) -> "Speed":
+        """Return a duration that the overhead of so many steps allows; measured speeds include it."""
+        least = (steps or 0) * _LEAST_STEP_SECONDS
+        if self.source != "assumed" or self.seconds >= least:
+            return self
+        milliseconds = f"{_LEAST_STEP_SECONDS * 1000:g} ms"
+        said = f"Steps of so few operations are mostly overhead: each is assumed to take {milliseconds}."
+        return Speed(least, self.source, (*self.sentences, said))
 
 
 async def estimate_speed(

@@ -83,6 +83,7 @@ async def estimate_run(
     async with sessions() as session:
         device = computed.device.kind, computed.device.name
         took = await estimate_speed(session, config, device, plan.resources.devices, todo)
+    took = took.bounded(computed.steps)
     return computed.model_copy(update=_time_fields(settings, computed, took, operations, plan.resources.devices))
 
 

@@ -150,3 +150,12 @@ def test_what_a_trainer_has_forged_changes_no_estimate_of_others(
         if rate != 50.0:
             assert estimate["confidence"]["seconds"] == "assumed"
     assert api.client.get(f"/v1/runs/{run['id']}").status_code == 200
+
+
+def test_an_assumed_time_is_not_below_the_overhead_of_its_steps() -> None:
+    bounded = history.Speed(0.1, "assumed", ("an assumed speed",)).bounded(2000)
+    assert (bounded.seconds, bounded.source) == (10.0, "assumed")
+    assert bounded.sentences[0] == "an assumed speed" and "assumed to take 5 ms" in bounded.sentences[1]
+    for speed in (history.Speed(60.0, "assumed", ()), history.Speed(0.1, "comparable", ())):
+        assert speed.bounded(2000) == speed
+    assert history.Speed(0.1, "assumed", ()).bounded(None).seconds == 0.1
