@@ -44,12 +44,17 @@ def test_answers_are_shown_row_by_row_beside_those_of_another_prediction(
     second = make_prediction(shared_api, engine, dataset, "second", 0.75)
     page.goto(f"/runs/{first}?tab=answers")
     rows = page.get_by_role("region", name="Answers").get_by_role("listitem")
+    state = page.get_by_role("region", name="State of the run")
+    expect(state).to_contain_text(f"Rows{ROWS} of {ROWS}")
+    for word in ("loss", "Epoch", "Step"):
+        expect(state).not_to_contain_text(word)
+    expect(page.locator(".meta")).to_contain_text("prediction with")
     expect(rows).to_have_count(10)
     expect(rows.nth(0)).to_contain_text("question ü 0")
     expect(rows.nth(0)).to_contain_text("reference 0")
     expect(rows.nth(0)).to_contain_text("cut after 7 tokens · exact_match 0 · bleu 12.5")
     expect(rows.nth(2)).to_contain_text("No answer: it is too long")
-    page.get_by_label("Compare with another prediction").select_option(label="second (0.75)")
+    page.get_by_label("Compare with another prediction").select_option(second)
     expect(rows.nth(1)).to_contain_text("answer 1 of second")
     expect(rows.nth(1)).to_contain_text("answer 1 of first")
     for start in (10, 20):

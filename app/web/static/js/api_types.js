@@ -58,7 +58,8 @@
  * @property {string | null} dataset_id Null only for a serving run.
  * @property {string | null} eval_dataset_id
  * @property {Record<string, string>} extra_eval_datasets
- * @property {string | null} parent_run_id Run that it resumes.
+ * @property {string | null} parent_run_id Run that it resumes, or whose checkpoint it uses.
+ * @property {string | null} base_run_id Run whose output is its base model.
  * @property {Record<string, any>} config Requested configuration, with defaults.
  * @property {Record<string, any> | null} effective_config Configuration in effect; null before the first attempt.
  * @property {Record<string, any> | null} facts What its trainer reported.

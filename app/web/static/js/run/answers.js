@@ -42,7 +42,9 @@ export function Answers({ store }) {
     return html`<section class="box">
       <${Empty} title="No answers yet."><p class="muted">They are shown when all rows are answered.</p><//>
     </section>`;
-  const choices = /** @type {api.RunRow[]} */ (others.data?.data ?? []).filter((other) => other.id !== run.id);
+  const choices = /** @type {(api.RunRow & Pick<api.Run, 'parent_run_id'>)[]} */ (others.data?.data ?? []).filter(
+    (other) => other.id !== run.id,
+  );
   return html`<${Rows}
     key=${beside}
     runs=${[run.id, ...(beside ? [beside] : [])]}
@@ -57,7 +59,7 @@ export function Answers({ store }) {
       <option value="">Compare with …</option>
       ${choices.map(
         (other) => html`<option value=${other.id}>
-          ${other.name}
+          ${other.name}, ${other.parent_run_id ? 'of a checkpoint' : 'of a model'}, ${format.clock(other.created_at)}
           ${other.best_eval == null ? '' : ` (${format.significant(other.best_eval)})`}
         </option>`,
       )}

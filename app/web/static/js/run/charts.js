@@ -71,12 +71,19 @@ export function Charts({ store }) {
       ...options,
     };
   };
+  const isPrediction = store.run.value.task === 'predict';
   const chartedNames = new Set(['loss', 'epoch', ...KNOWN_CHARTS.map(([name]) => name)]);
   const evals = [...store.series.keys()].filter((name) => /^eval\.eval_(.*_)?loss$/.test(name));
   const rewards = ['extra.reward', 'eval.eval_reward'].filter((name) => store.series.has(name));
   const others = [...store.series.keys()]
     .filter(
-      (name) => !chartedNames.has(name) && !evals.includes(name) && !rewards.includes(name) && hasNumbers(store, name),
+      (name) =>
+        // A prediction has its scores once, at its end.
+        !(isPrediction && name.startsWith('eval.')) &&
+        !chartedNames.has(name) &&
+        !evals.includes(name) &&
+        !rewards.includes(name) &&
+        hasNumbers(store, name),
     )
     .sort();
   const shownCharts = KNOWN_CHARTS.filter(
@@ -136,7 +143,7 @@ export function Charts({ store }) {
         : html`<span class="faint hide-s">Drag to zoom, double-click to show all</span>`}
     <//>
     <div class="charts">
-      ${byReward ? [rewardChart, lossChart] : [lossChart, rewardChart]}
+      ${!isPrediction && (byReward ? [rewardChart, lossChart] : [lossChart, rewardChart])}
       ${shownCharts.map(
         ([name, title, color, text]) => html`<${LineChart}
           key=${name}

@@ -29,6 +29,8 @@ export function Head({ store }) {
   );
   const dataset = useResource((signal) => get(`/v1/datasets/${run.dataset_id}`, {}, signal), run.dataset_id);
   const parent = useResource((signal) => get(`/v1/runs/${run.parent_run_id}`, {}, signal), run.parent_run_id);
+  const base = useResource((signal) => get(`/v1/runs/${run.base_run_id}`, {}, signal), run.base_run_id);
+  const isOfCheckpoint = run.task !== 'train' && parent.data?.task === 'train';
   const { devices, conditions } = describeResources(run);
   return html`<div class="head">
     <div class="grow">
@@ -44,12 +46,21 @@ export function Head({ store }) {
         )}
       </div>
       <div class="meta">
-        <span><b>${run.task === 'train' ? run.config.method : run.task}</b> of <b>${run.config.base_model}</b></span>
+        <span>
+          ${run.task === 'predict'
+            ? html`<b>prediction</b> with ${' '}`
+            : html`<b>${run.task === 'train' ? run.config.method : run.task}</b> of ${' '}`}
+          ${isOfCheckpoint
+            ? html`a checkpoint of <a href=${`/runs/${run.parent_run_id}`}>${parent.data.name}</a>`
+            : run.task !== 'train' && base.data
+              ? html`<a href=${`/runs/${run.base_run_id}`}>${base.data.name}</a>`
+              : html`<b>${run.config.base_model}</b>`}
+        </span>
         ${run.dataset_id && html`<span>
           on <a href=${`/datasets/${run.dataset_id}`}>${dataset.data?.name ?? format.shortId(run.dataset_id)}</a>
         </span>`}
         <span class="resources"><b>${devices}</b>${conditions.map((condition) => `, ${condition}`)}</span>
-        ${run.parent_run_id && html`<span>
+        ${run.parent_run_id && !isOfCheckpoint && html`<span>
           resumed
           from <a href=${`/runs/${run.parent_run_id}`}>${parent.data?.name ?? format.shortId(run.parent_run_id)}</a>
         </span>`}

@@ -31,6 +31,11 @@ export function Summary({ store }) {
   const [evalName, pickEval] = isRewarded(run.config.method) ? ['eval_reward', Math.max] : ['eval_loss', Math.min];
   const latestEval = latest(`eval.${evalName}`);
   const facts = describeTokens(run);
+  if (run.task === 'predict')
+    return html`<section class="box summary" aria-label="State of the run">
+      <${PredictionTiles} store=${store} now=${now} />
+      <${Timeline} store=${store} now=${now} />
+    </section>`;
   const tokens = latest('extra.tokens_per_second');
   const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
   return html`<section class="box summary" aria-label="State of the run">
@@ -84,6 +89,58 @@ export function Summary({ store }) {
     </div>
     <${Timeline} store=${store} now=${now} />
   </section>`;
+}
+
+/** Metrics of a prediction that are no scores. */
+const COUNTS = new Set(['score', 'rows', 'completion_length', 'completions_cut']);
+
+/** @param {{ store: RunStore, now: number }} props */
+function PredictionTiles({ store, now }) {
+  const run = store.run.value;
+  const latest = (/** @type {string} */ name) => findLastValue(store.series.get(name)?.values ?? []);
+  // The last metric of a prediction may be of a moment without a new row.
+  const latestSpeed = (/** @type {string} */ name) =>
+    store.series.get(name)?.values.findLast((value) => value != null && value > 0) ?? null;
+  const scores = [...store.series.keys()]
+    .filter((name) => name.startsWith('eval.eval_'))
+    .map((name) => name.slice('eval.eval_'.length))
+    .filter((name) => !COUNTS.has(name));
+  const length = latest('eval.eval_completion_length');
+  const cut = latest('eval.eval_completions_cut');
+  return html`<div class="tiles">
+    <${Tile}
+      label="Rows"
+      value=${format.integer(run.current_step)}
+      unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}
+    >
+      ${run.total_steps != null && run.total_steps > 0 && html`<${Bar}
+        value=${run.current_step / run.total_steps}
+        status=${run.status}
+        label="Progress"
+      />`}
+    <//>
+    <${TimeTile} store=${store} now=${now} />
+    ${scores.map(
+      (name) => html`<${Tile}
+        key=${name}
+        label=${name.replaceAll('_', ' ')}
+        value=${format.significant(latest(`eval.eval_${name}`))}
+      />`,
+    )}
+    <${Tile}
+      label="Throughput"
+      value=${format.significant(latestSpeed('samples_per_second'))}
+      unit="rows/s"
+      note=${latestSpeed('extra.tokens_per_second') != null &&
+      `${format.integer(latestSpeed('extra.tokens_per_second'))} tokens/s`}
+    />
+    ${length != null && html`<${Tile}
+      label="Answer length"
+      value=${format.significant(length)}
+      unit="tokens"
+      note=${cut ? `${format.percent(cut, 1)} are cut` : null}
+    />`}
+  </div>`;
 }
 
 /**
