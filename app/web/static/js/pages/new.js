@@ -282,7 +282,7 @@ function Form({ schema, start, place }) {
           control=${renderField}
         />
       </div>
-      <aside class="side">
+      <aside class="side follows">
         <${Checks} isChecked=${isChecked} unreadable=${unreadable} checked=${settled ? checked : null} />
         ${isReady &&
         checked.data?.valid &&

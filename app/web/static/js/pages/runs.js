@@ -110,7 +110,7 @@ export default function Runs() {
   const { task, ...filters } = readFilters();
   const isFiltered = Object.values(filters).some((value) => (Array.isArray(value) ? value.length : value));
   return html`
-    <div class="head center">
+    <div class=${picked.length ? 'head center sticky selection' : 'head center'}>
       <h1 class="grow">Runs</h1>
       <${Bulk} picked=${picked} onClear=${() => setQuery({ pick: null })} onChanged=${reload} />
     </div>

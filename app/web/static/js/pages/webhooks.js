@@ -235,8 +235,8 @@ function Webhook({ id }) {
                     <tr>
                       <th>Event</th>
                       <th>Status</th>
-                      <th class="right">Attempts</th>
-                      <th>Result</th>
+                      <th class="right hide-s">Attempts</th>
+                      <th class="hide-s">Result</th>
                       <th class="right">Action</th>
                     </tr>
                   </thead>
@@ -259,6 +259,10 @@ function Webhook({ id }) {
   <//>`;
 }
 
+/** @param {api.Delivery} delivery */
+const describeResult = (delivery) =>
+  delivery.error ?? (delivery.response_status ? `status ${delivery.response_status}` : '–');
+
 /** @param {{ delivery: api.Delivery, now: number, onRedeliver: () => void }} props */
 const DeliveryRow = ({ delivery, now, onRedeliver }) => html`<tr>
   <td>
@@ -268,11 +272,12 @@ const DeliveryRow = ({ delivery, now, onRedeliver }) => html`<tr>
         </a>`
       : html`<span class="name">${delivery.type}</span>`}
     <div class="sub" title=${delivery.created_at}>${format.ago(delivery.created_at, now)}</div>
+    <div class="sub when-s">${describeResult(delivery)}</div>
   </td>
   <td><span class=${delivery.status === 'failed' ? 'tag warn' : 'tag'}>${delivery.status}</span></td>
-  <td class="right num">${format.integer(delivery.attempts)}</td>
-  <td>
-    ${delivery.error ?? (delivery.response_status ? `status ${delivery.response_status}` : '–')}
+  <td class="right num hide-s">${format.integer(delivery.attempts)}</td>
+  <td class="hide-s">
+    ${describeResult(delivery)}
     ${delivery.status === 'pending' && delivery.error && html`<div class="sub">
       next attempt ${format.clock(delivery.next_attempt_at)}
     </div>`}

@@ -36,7 +36,7 @@ export default function Workers() {
       ${(/** @type {api.Page<api.Worker>} */ page) => {
         const shownWorkers = page.data.filter((worker) => worker.state !== 'offline');
         if (shownWorkers.length === 0) {
-          return html`<section class="box">
+          return html`<section class="box summary">
             <${Empty} title="No worker is online.">
               <p class="muted">
                 Start one with <code>anneal worker</code> on a machine that shares database, Redis and storage, or
@@ -156,7 +156,9 @@ function DeviceRow({ device, run }) {
         ? html`<div class="row">
             <a class="name clip" href=${`/runs/${device.run_id}`}>${run?.name ?? format.shortId(device.run_id)}</a>
             ${run && html`<${Chip} status=${run.status} />`}
-            ${run?.total_steps && html`<span class="sub num">${format.percent(run.step ?? 0, run.total_steps)}</span>`}
+            ${run?.total_steps && html`<span class="sub num nowrap">
+              ${format.percent(run.step ?? 0, run.total_steps)}
+            </span>`}
           </div>`
         : device.paused_until
           ? html`<div class="sub warning">

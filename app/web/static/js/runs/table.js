@@ -96,7 +96,11 @@ const COLUMNS = {
       ),
   },
   worker: { title: 'Worker', kind: 'muted hide-s', cell: (run) => run.worker ?? '–' },
-  by: { title: 'By', kind: 'muted hide-s', cell: (run) => run.by ?? '–' },
+  by: {
+    title: 'By',
+    kind: 'muted hide-s',
+    cell: (run) => html`<span class="clip" title=${run.by}>${run.by ?? '–'}</span>`,
+  },
   created: {
     title: 'Created',
     sort: 'created_at',
