@@ -18,6 +18,7 @@ from tests.openai.test_files import CHAT, PAIR, TOOLS, upload
 from tests.server import ApiServer
 from tests.waiting import eventually
 
+ASSISTANT = {"loss_on": "assistant"}
 FAKE = {"anneal": {"backend": "fake"}}
 
 
@@ -76,6 +77,22 @@ def test_parameters_of_a_supervised_job_are_those_of_its_run(api: ApiServer, cli
     assert client.fine_tuning.jobs.retrieve(job.id) == job
 
 
+def test_supervised_job_on_chats_learns_the_assistant_unless_loss_on_is_set(
+    api: ApiServer, client: openai.OpenAI, chats: str
+) -> None:
+    completions = upload(client, lines({"prompt": "a", "completion": "b"})).id
+
+    def loss_on(training_file: str, **config: Any) -> str | None:
+        extra = {"anneal": {"config": config}}
+        job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_body=extra)
+        value: str | None = run_of(api, job.id)["config"].get("loss_on")
+        return value
+
+    assert loss_on(chats) == loss_on(chats, method="full") == "assistant"
+    assert loss_on(chats, loss_on="all") == "all"
+    assert loss_on(completions) is None
+
+
 def test_parameters_of_a_dpo_job_are_those_of_its_run(api: ApiServer, client: openai.OpenAI) -> None:
     pairs = upload(client, lines(PAIR)).id
     hyperparameters = {"beta": 0.2, "n_epochs": "auto", "batch_size": 6, "learning_rate_multiplier": 2.0}
@@ -105,7 +122,7 @@ def test_what_is_left_out_or_auto_is_the_default_of_the_service(
     default = api.client.post("/v1/runs", json=native).json()
     for job in jobs:
         run = run_of(api, job.id)
-        assert (run["config"], run["name"], run["tags"]) == (default["config"], default["name"], [])
+        assert (run["config"], run["name"], run["tags"]) == (default["config"] | ASSISTANT, default["name"], [])
         assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 16)
         assert job.hyperparameters.learning_rate_multiplier == 1 and job.metadata is None
 

@@ -52,6 +52,9 @@ async def create_job(transaction: RunTransaction, backend: Backend, body: JobCre
         eval_dataset_id=files.get("validation_file"),
     )
     request.config = _merge_fields(body, derived)
+    dataset = await session.get(Dataset, request.dataset_id)
+    if dataset is not None and dataset.format == "chat" and method_of(request.config).is_supervised:
+        request.config.setdefault("loss_on", "assistant")  # as OpenAI does; `all` is the default of this service
     try:
         run = await backend.create_run(transaction, request)
     except ApiError as error:
