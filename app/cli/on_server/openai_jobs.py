@@ -72,6 +72,8 @@ def _run_file(job: Mapping[str, Any], model: str, files: Path, name: str) -> str
         body["name"] = suffix
     body["tags"] = ["openai"]
     config = {"base_model": model, "method": "dpo" if method == "dpo" else "qlora", **_config(job, method)}
+    if method != "dpo" and _has_chats(files / f"{job['training_file']}.jsonl"):
+        config["loss_on"] = "assistant"  # as OpenAI trains
     origin = f"Job {job['id']} of OpenAI, {job.get('status')}: {job.get('model')} on {job['training_file']}."
     lines = [
         f"# {' '.join(origin.split())}",
@@ -83,13 +85,27 @@ def _run_file(job: Mapping[str, Any], model: str, files: Path, name: str) -> str
     return "\n".join(lines) + "\n"
 
 
+def _has_chats(file: Path) -> bool:
+    """Return True if the first row of a training file has messages, or the file is not here: OpenAI's are chats."""
+    try:
+        with file.open(encoding="utf-8-sig") as rows:
+            return "messages" in json.loads(next((row for row in rows if row.strip()), "{}"))
+    except (OSError, ValueError):
+        return True
+
+
 def _config(job: Mapping[str, Any], method: str) -> dict[str, Any]:
     from anneal.contracts.methods import METHODS, TrainingMethod
     from anneal.contracts.schemas.openai.hyperparameters import learning_rate, micro_batches
 
     options = (job.get("method") or {}).get(method) or {}
-    sent = (options.get("hyperparameters") or {}) | (job.get("hyperparameters") or {})
-    values = {name: value for name, value in sent.items() if isinstance(value, int | float)}
+    # `auto` in one place must not hide a number in the other.
+    values = {
+        name: value
+        for sent in (job.get("hyperparameters"), options.get("hyperparameters"))
+        for name, value in (sent or {}).items()
+        if isinstance(value, int | float)
+    }
     trained_by = METHODS[TrainingMethod.dpo if method == "dpo" else TrainingMethod.qlora]
     config: dict[str, Any] = {}
     if "n_epochs" in values:

@@ -51,12 +51,37 @@ def test_jobs_become_run_files_that_the_service_accepts(
     supervised = json_of(anneal("runs", "create", "-f", "runs/ftjob-abc.yaml", "--json"))
     config = {
         "base_model": "tiny", "method": "qlora", "epochs": 4, "batch_size": 3, "gradient_accumulation_steps": 2,
-        "learning_rate": 3.6e-4, "seed": 7, "eval_steps": "epoch",
+        "learning_rate": 3.6e-4, "seed": 7, "eval_steps": "epoch", "loss_on": "assistant",
     }  # fmt: skip
     assert {name: supervised["config"][name] for name in config} == config
     assert (supervised["name"], supervised["tags"]) == ("docs", ["openai"])
     dpo = json_of(anneal("runs", "create", "-f", "runs/ftjob-pairs.yaml", "--json"))
     assert (dpo["config"]["method"], dpo["config"]["dpo"]["beta"], dpo["config"]["epochs"]) == ("dpo", 0.2, 3)
+
+
+@pytest.mark.parametrize(
+    ("of_job", "of_method", "epochs"), [("auto", 4, 4), (4, "auto", 4), (2, 4, 4), (None, 4, 4), ("auto", "auto", None)]
+)
+def test_numbers_win_over_auto_and_those_of_the_method_over_the_deprecated_ones(
+    anneal: Anneal, of_job: Any, of_method: Any, epochs: int | None
+) -> None:
+    method = {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": of_method}}}
+    Path("jobs.json").write_text(
+        json.dumps([{**SUPERVISED, "hyperparameters": {"n_epochs": of_job}, "method": method}])
+    )
+    anneal("import", "openai-jobs", "jobs.json", "-m", "tiny")
+    assert yaml.safe_load(Path("ftjob-abc.yaml").read_text())["config"].get("epochs") == epochs
+
+
+@pytest.mark.parametrize(("row", "loss_on"), [(None, "assistant"), (CHAT, "assistant"), ({"prompt": "a"}, None)])
+def test_supervised_job_learns_the_assistant_unless_its_file_has_no_chats(
+    anneal: Anneal, row: dict[str, Any] | None, loss_on: str | None
+) -> None:
+    if row is not None:
+        Path("file-train.jsonl").write_bytes(lines(row))
+    Path("jobs.json").write_text(json.dumps([SUPERVISED]))
+    anneal("import", "openai-jobs", "jobs.json", "-m", "tiny")
+    assert yaml.safe_load(Path("ftjob-abc.yaml").read_text())["config"].get("loss_on") == loss_on
 
 
 def test_run_file_that_exists_is_kept_and_a_job_with_graders_is_left_out(anneal: Anneal) -> None:
