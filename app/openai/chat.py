@@ -80,10 +80,12 @@ class AnswerForm(ABC):
         choice = self.choices[piece.choice]
         choice.texts.append(piece.text)
         choice.finish_reason = piece.finish_reason or choice.finish_reason
-        choice.tool_calls += [
-            ToolCallObject(id=new_id("call"), function=FunctionCall(name=call.name, arguments=call.arguments))
-            for call in piece.tool_calls
-        ]
+        for call in piece.tool_calls:
+            if call.is_continued:
+                choice.tool_calls[-1].function.arguments += call.arguments
+            else:
+                function = FunctionCall(name=call.name, arguments=call.arguments)
+                choice.tool_calls.append(ToolCallObject(id=new_id("call"), function=function))
         self.prompt_tokens = piece.prompt_tokens or self.prompt_tokens
         self.completion_tokens += piece.tokens
 
@@ -132,7 +134,7 @@ class ChatForm(AnswerForm):
             delta["role"] = "assistant"
         if piece.text or len(choice.texts) == 1:
             delta["content"] = piece.text
-        if choice.tool_calls:  # they come with the last piece
+        if choice.tool_calls and piece.finish_reason is not None:  # until then, they may not be complete
             calls = enumerate(call.model_dump(mode="json") for call in choice.tool_calls)
             delta["tool_calls"] = [{"index": index, **call} for index, call in calls]
         return {"index": piece.choice, "delta": delta, "logprobs": None, "finish_reason": piece.finish_reason}

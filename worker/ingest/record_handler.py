@@ -131,8 +131,12 @@ class RecordHandler:
             self._dispatch_record(record, now, rank)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
             self._budget.spend_bytes(COSTLY_BYTES, time.monotonic())
-            excerpt = repr(self.log.redactor.cut_text(data.decode(errors="replace"), 200))
-            self.log.log_line(f"the training process sent an invalid record ({error!r}): {excerpt}", "error")
+            if self._on_answers is None:
+                excerpt = repr(self.log.redactor.cut_text(data.decode(errors="replace"), 200))
+                reason = f"{error!r}): {excerpt}"
+            else:  # also the error may quote it
+                reason = f"{type(error).__name__}), which is not shown because it may contain an answer"
+            self.log.log_line(f"the training process sent an invalid record ({reason}", "error")
 
     def _dispatch_record(self, record: dict[str, Any], now: float, rank: int) -> None:
         ts = record.pop("ts", None) or now

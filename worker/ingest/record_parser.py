@@ -27,13 +27,19 @@ _ADAPTERS: Mapping[Any, TypeAdapter[Any]] = {
 
 
 def parse_record(data: bytes, redact: Redactor) -> dict[str, Any] | None:
-    """Return a trainer's record, sanitized and redacted; None if it is not an object with a `type`."""
+    """Return a trainer's record, sanitized and redacted; None if it is not an object with a `type`.
+
+    Of answers, only what PostgreSQL and JSON cannot hold is replaced.
+    """
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
         return None
+    if record["type"] == "answers":
+        # They are for the caller who has asked, and enter no log: masked or cut, they would be wrong answers.
+        return {_storable_text(name): _storable_value(value) for name, value in record.items()}
     cleaned: dict[str, Any] = clean_record(record, redact)
     return cleaned
 
@@ -120,7 +126,21 @@ class _Sanitizer:
             value = value[: -self._redact.longest] + "…"
         elif is_cut:
             value += "…"
-        return value.replace("\0", "\ufffd").encode(errors="surrogatepass").decode(errors="replace")
+        return _storable_text(value)
+
+
+def _storable_value(value: Any) -> Any:
+    """Return `value` with its texts as `_storable_text` returns them."""
+    if isinstance(value, dict):
+        return {_storable_text(name): _storable_value(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_storable_value(item) for item in value]
+    return _storable_text(value) if isinstance(value, str) else value
+
+
+def _storable_text(text: str) -> str:
+    """Return `text` with NULs and lone surrogates replaced."""
+    return text.replace("\0", "\ufffd").encode(errors="surrogatepass").decode(errors="replace")
 
 
 def _as_float(value: int) -> float:

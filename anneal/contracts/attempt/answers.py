@@ -55,7 +55,9 @@ class ToolCall(Strict):
 
     name: str
     arguments: str
-    """JSON object."""
+    """JSON object, or the next part of one."""
+    is_continued: bool = False
+    """True if `arguments` continue those of the previous call of the choice, since they are too long for a piece."""
 
 
 class AnswerError(Strict):
@@ -79,5 +81,5 @@ class AnswerPiece(Strict):
     finish_reason: FinishReason | None = None
     """Set in the last piece of a choice."""
     tool_calls: list[ToolCall] = Field(default_factory=list)
-    """Set in the last piece of a choice."""
+    """Set in the last piece of a choice; long ones in several pieces, up to the last."""
     error: AnswerError | None = None

@@ -17,6 +17,7 @@ from worker.training.methods import preparation
 from worker.training.methods.preparation import Setup
 from worker.training.model import loader
 from worker.training.prediction.predict import loaded_trainer
+from worker.training.serving.answer_records import answer_records
 from worker.training.serving.engine import AnswerEngine
 
 _LOOK_SECONDS = 0.25
@@ -70,9 +71,8 @@ def _answer_questions(run: TrainingContext, engine: AnswerEngine) -> TrainingRes
         if engine.open_questions:
             pieces += engine.step()
             idle_since = time.monotonic()
-        if pieces:
-            sent = [piece.model_dump(mode="json", exclude_defaults=True) for piece in pieces]
-            run.report.send({"type": "answers", "pieces": sent})
+        for record in answer_records(pieces):
+            run.report.send(record)
         if time.monotonic() - idle_since >= run.job.serve_idle_seconds:
             return {"outcome": "completed", "output": None}
 

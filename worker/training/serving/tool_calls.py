@@ -24,6 +24,9 @@ _HERMES: dict[str, Any] = {
 }  # fmt: skip
 """Calls as JSON between two marks: the form of Hermes, Qwen and others, in templates that no library knows."""
 
+_LONGEST_NAME = 1000
+"""Characters of the name of a tool; a longer one is no name."""
+
 
 def response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Return how the tool calls of a model are recognized in its answers; None if that is unknown.
@@ -106,7 +109,8 @@ def _calls_of(value: Any) -> list[ToolCall]:
     for call in value if isinstance(value, list) else [value]:
         function = call["function"]
         arguments = function.get("arguments") or {}
-        if not isinstance(function["name"], str) or not isinstance(arguments, dict):
+        name = function["name"]
+        if not isinstance(name, str) or len(name) > _LONGEST_NAME or not isinstance(arguments, dict):
             raise ValueError("a call has a name and an object of arguments")
-        calls.append(ToolCall(name=function["name"], arguments=json.dumps(arguments, ensure_ascii=False)))
+        calls.append(ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False)))
     return calls

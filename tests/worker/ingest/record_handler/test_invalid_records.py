@@ -284,3 +284,16 @@ def test_facts_of_another_type_or_range_are_left_out_with_a_line_in_the_log(lab:
     (_, line), (_, event) = lab.events()[2:]
     assert line["level"] == "warning" and f"ignored: {name}" in line["line"]
     assert event["facts"] == others and event["effective"] == config
+
+
+def test_an_invalid_record_of_a_serving_run_is_reported_without_the_answer_in_it(lab: Lab) -> None:
+    def refuse(pieces: Any) -> None:
+        raise ValueError(f"invalid: {pieces}")
+
+    lab.record_handler._on_answers = refuse
+    lab.says("answers", pieces=[{"question_id": "1", "text": "the answer"}])
+    lab.record_handler.handle_output([("report", b'{"type": "answers", "pieces": [{"text": "the answer')])
+    lab.writer.drain()
+    lines = [data["line"] for kind, data in lab.events() if kind == "log"]
+    assert len([line for line in lines if "invalid record" in line]) == 2
+    assert "the answer" not in str(lines)
