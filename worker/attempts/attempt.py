@@ -146,14 +146,18 @@ class Attempt:
         run = self._run
         return QuestionRelay(self._context.redis, run.id, run.attempt, self._find_adapter, self.is_unwanted)
 
-    def _find_adapter(self, model: str) -> Path:
-        """Return the folder of the adapter that is the output of a run, or a checkpoint, on this worker."""
-        control = RestoreControl(self.is_unwanted, self._writer.enqueue_item)
+    def _find_adapter(self, model: str) -> Path | None:
+        """Return the folder of the adapter that is the output of a run, or a checkpoint; None if the attempt ends."""
+        relay = self._relay
+        has_ended = lambda: self.is_unwanted() or (relay is not None and relay.has_ended)  # noqa: E731
+        control = RestoreControl(has_ended, self._writer.enqueue_item)
         try:
             if is_id(model, "ckpt"):
                 source = CheckpointSource(self._context, self._run, control)
                 return source.folder_of(source.obtain_chosen(model))
             return JobInputs(self._context, self._run, control).fetch_adapter(model)
+        except TransferCancelled:
+            return None
         except JobError as error:
             raise AdapterUnavailable(error.message) from error
         except Exception as error:  # the next question may be to another one

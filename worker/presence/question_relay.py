@@ -4,10 +4,12 @@ import json
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -41,6 +43,9 @@ _FULL_PAUSE = 0.01
 _JOIN_SECONDS = 1.0
 _PART_CHARACTERS = 12_000
 """At most 48 KiB in a control message, whatever they are: those of JSON take up to 4 bytes, or 2 if escaped again."""
+_FETCHES = 2
+"""Adapters that are fetched at a time."""
+_UNSENT = "The worker could not pass the question on, for a reason in its log: ask again."
 _MOST_UNREAD = 100_000
 """Entries of a stream of answers; an API process reads them at once."""
 
@@ -53,6 +58,10 @@ class AdapterUnavailable(Exception):
 class _OpenQuestion:
     """Question that the process is to answer."""
 
+    id: str
+    entry_id: str
+    """Entry in the stream of the run."""
+    body: Mapping[str, Any]
     reply: str
     """Stream of its answers."""
     choices: int
@@ -71,11 +80,12 @@ class QuestionRelay:
         redis: Redis,
         run_id: str,
         attempt: int,
-        find_adapter: Callable[[str], Path],
+        find_adapter: Callable[[str], Path | None],
         is_ending: Callable[[], bool],
     ) -> None:
         """Create the relay. `find_adapter` returns the folder of an adapter by its key, or raises `AdapterUnavailable`.
 
+        It is called in other threads, and once for each key that it has; it returns None if the attempt ends meanwhile.
         Once `is_ending`, no further question is taken: those that wait are for the next serving run.
         """
         self._redis = redis
@@ -83,7 +93,16 @@ class QuestionRelay:
         self._attempt = attempt
         self._find_adapter = find_adapter
         self._is_ending = is_ending
+        self._lock = threading.Lock()
+        """Guards what both threads and those of the adapters change: open questions, folders and waiting questions."""
+        self._send_lock = threading.Lock()
+        """Keeps the parts of a question together, and its cancellation behind them."""
         self._open: dict[str, _OpenQuestion] = {}
+        self._folders: dict[str, Path] = {}
+        """Folder of each adapter that was obtained; it stays in use until the attempt ends."""
+        self._waiting: dict[str, deque[_OpenQuestion]] = {}
+        """Questions that wait for an adapter, by its key, in their order."""
+        self._fetches = ThreadPoolExecutor(_FETCHES, f"adapters {run_id}")
         self._pieces: SimpleQueue[Sequence[AnswerPiece] | None] = SimpleQueue()
         self._broken: dict[str, str] = {}
         """Streams of the questions that are owed an error, by id."""
@@ -103,10 +122,16 @@ class QuestionRelay:
             yield
         finally:
             self._ended.set()
+            self._fetches.shutdown(wait=False, cancel_futures=True)
             self._pieces.put(None)
             for thread in threads:
                 if thread.is_alive():
                     thread.join(_JOIN_SECONDS)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once nothing is relayed any more."""
+        return self._ended.is_set()
 
     def publish(self, pieces: Sequence[Mapping[str, Any]]) -> None:
         """Send pieces of answers from the thread of the answers; returns at once.
@@ -122,40 +147,106 @@ class QuestionRelay:
             try:
                 read: Any = self._redis.xread({stream: last}, count=_ENTRIES, block=_BLOCK_MS)
                 for entry_id, fields in (entry for _, entries in read for entry in entries):
-                    if self._take_entry(fields):
-                        self._redis.xdel(stream, entry_id)
+                    self._take_entry(entry_id, fields)
                     last = entry_id
             except (RedisError, OSError) as error:
                 log.info("%s: questions do not arrive for now: %s", self._run_id, error)
                 self._ended.wait(_PAUSE)
+            except Exception:  # without this thread, every question would wait for ever
+                log.exception("%s: questions cannot be read, trying again", self._run_id)
+                self._ended.wait(_PAUSE)
 
-    def _take_entry(self, fields: Mapping[str, str]) -> bool:
-        """Pass an entry of the stream on; return False if it is left to the next serving run."""
+    def _take_entry(self, entry_id: str, fields: Mapping[str, str]) -> None:
+        """Pass an entry of the stream on; it stays there if it is left to the next serving run."""
         if CANCEL in fields:
             self._cancel(fields[CANCEL])
-            return True
-        if self._is_ending():
-            return False
+        elif self._is_ending():
+            return
+        elif (question := _read_question(entry_id, fields)) is None:
+            log.warning("%s: what is no question is dropped: %s", self._run_id, entry_id)
+        else:
+            # Read again if only the response of Redis was lost.
+            taken = self._redis.xadd(question.reply, {TAKEN: question.id, ATTEMPT: self._attempt}, nomkstream=True)
+            has_reader = taken is not None
+            if has_reader:
+                self._take_question(question)
+                return
+        self._redis.xdel(questions_stream(self._run_id), entry_id)
+
+    def _take_question(self, question: _OpenQuestion) -> None:
+        """Pass a question on, once its adapter is here; what follows it in the stream waits only for the same one."""
+        key: str | None = question.body.get("adapter")
+        with self._lock:
+            if question.id in self._open:
+                return
+            self._open[question.id] = question
+            folder = None if key is None else self._folders.get(key)
+            if key is not None and folder is None:
+                if key in self._waiting:
+                    self._waiting[key].append(question)
+                else:
+                    self._waiting[key] = deque([question])
+                    with suppress(RuntimeError):  # the attempt has just ended: the entry stays for the next serving run
+                        self._fetches.submit(with_current_context(partial(self._obtain_adapter, key)))
+                return
+        self._pass_on(question, folder)
+
+    def _obtain_adapter(self, key: str) -> None:
+        """Obtain an adapter and pass the questions on that wait for it, also those that come meanwhile."""
         try:
-            question = json.loads(fields[QUESTION])
-            question_id, choices, adapter = str(question["id"]), int(question.get("n", 1)), question.get("adapter")
-            reply = fields[REPLY]
-            if not reply.startswith(answers_stream("")):  # anything that can write to Redis may have put it there
-                raise ValueError("its answers are for another key")
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            log.warning("%s: what is no question is dropped: %r", self._run_id, error)
+            folder = self._find_adapter(key)
+            if folder is None:
+                self._end_wait(key)  # their entries stay for the next serving run
+                return
+            while True:
+                with self._lock:
+                    if not self._waiting[key]:
+                        del self._waiting[key]
+                        self._folders[key] = folder
+                        return
+                    question = self._waiting[key].popleft()
+                self._pass_on(question, folder)
+        except AdapterUnavailable as error:
+            self._refuse_waiting(key, "unusable_model", str(error))
+        except Exception:
+            log.exception("%s: adapter %s cannot be passed on", self._run_id, key)
+            self._refuse_waiting(key, "internal", _UNSENT)
+
+    def _refuse_waiting(self, key: str, code: AnswerErrorCode, message: str) -> None:
+        with self._lock:
+            questions = self._waiting.pop(key, ())
+        for question in questions:
+            self._remove_entry(question)
+            self._pieces.put([_error_piece(question.id, code, message)])
+
+    def _end_wait(self, key: str) -> None:
+        with self._lock:
+            for question in self._waiting.pop(key, ()):
+                self._open.pop(question.id, None)
+
+    def _remove_entry(self, question: _OpenQuestion) -> bool:
+        """Remove a question from the stream; return False if the API has, because its caller is gone."""
+        try:
+            return bool(self._redis.xdel(questions_stream(self._run_id), question.entry_id))
+        except (RedisError, OSError) as error:
+            log.info("%s: a question stays in its stream: %s", self._run_id, error)
             return True
-        # Read again if only the response of Redis to what follows was lost.
-        is_asked = self._redis.xadd(reply, {TAKEN: question_id, ATTEMPT: self._attempt}, nomkstream=True) is not None
-        if is_asked and question_id not in self._open:
-            self._open[question_id] = _OpenQuestion(reply, choices)
-            try:
-                folder = None if adapter is None else str(self._find_adapter(adapter))
-            except AdapterUnavailable as error:
-                self._pieces.put([_error_piece(question_id, "unusable_model", str(error))])
-            else:
-                self._send_question({"question": question, "adapter_folder": folder})
-        return True
+
+    def _pass_on(self, question: _OpenQuestion, folder: Path | None) -> None:
+        try:
+            if not self._remove_entry(question):
+                with self._lock:
+                    self._open.pop(question.id, None)
+                return
+            with self._send_lock:
+                with self._lock:
+                    is_open = question.id in self._open
+                if is_open:
+                    adapter_folder = None if folder is None else str(folder)
+                    self._send_question({"question": dict(question.body), "adapter_folder": adapter_folder})
+        except Exception:
+            log.exception("%s: a question cannot be passed on", self._run_id)
+            self._pieces.put([_error_piece(question.id, "internal", _UNSENT)])
 
     def _send_question(self, envelope: QuestionEnvelope) -> None:
         text = json.dumps(envelope, ensure_ascii=False)
@@ -171,8 +262,11 @@ class QuestionRelay:
                 return
 
     def _cancel(self, question_id: str) -> None:
-        if self._open.pop(question_id, None) is not None:
-            self._send_message(ControlMessage(cancelled_question=question_id))
+        with self._lock:
+            is_open = self._open.pop(question_id, None) is not None
+        if is_open:
+            with self._send_lock:
+                self._send_message(ControlMessage(cancelled_question=question_id))
 
     def _relay_answers(self) -> None:
         alive_until = 0.0
@@ -187,18 +281,36 @@ class QuestionRelay:
                 pieces = []
             if pieces is None:
                 break
-            self._send_broken()
-            by_stream = defaultdict(list)
+            by_stream = self._by_stream(pieces)
+            try:
+                self._send_broken()
+                for reply, some in by_stream.items():
+                    self._send_pieces(reply, some)
+            except Exception:  # without this thread, every question would wait for ever
+                log.exception("%s: answers are lost", self._run_id)
+                self._break_answers(by_stream)
+        with suppress(RedisError, OSError):  # otherwise it expires
+            self._redis.delete(alive_key(self._run_id))
+
+    def _by_stream(self, pieces: Sequence[AnswerPiece]) -> dict[str, list[AnswerPiece]]:
+        """Return the pieces of open questions by the streams that they are for; a question ends with its last one."""
+        by_stream = defaultdict(list)
+        with self._lock:
             for piece in pieces:
                 if (question := self._open.get(piece.question_id)) is not None:
                     by_stream[question.reply].append(piece)
                     question.choices -= piece.finish_reason is not None
                     if piece.error is not None or question.choices <= 0:
-                        del self._open[piece.question_id]
-            for reply, some in by_stream.items():
-                self._send_pieces(reply, some)
-        with suppress(RedisError, OSError):  # otherwise it expires
-            self._redis.delete(alive_key(self._run_id))
+                        self._open.pop(piece.question_id, None)
+        return by_stream
+
+    def _break_answers(self, by_stream: Mapping[str, Sequence[AnswerPiece]]) -> None:
+        """End the questions of these pieces, each of which is owed an error."""
+        lost = {piece.question_id: reply for reply, pieces in by_stream.items() for piece in pieces}
+        self._broken |= lost
+        with self._lock:
+            for question_id in lost:
+                self._open.pop(question_id, None)
 
     def _send_pieces(self, reply: str, pieces: Sequence[AnswerPiece]) -> None:
         ids = {piece.question_id for piece in pieces}
@@ -221,6 +333,18 @@ class QuestionRelay:
             except (RedisError, OSError):
                 return
             del self._broken[question_id]
+
+
+def _read_question(entry_id: str, fields: Mapping[str, str]) -> _OpenQuestion | None:
+    """Return the question of an entry; None if it is none: anything can write to Redis."""
+    try:
+        body, reply = json.loads(fields[QUESTION]), fields[REPLY]
+        adapter = body.get("adapter")
+        if not reply.startswith(answers_stream("")) or not isinstance(adapter, str | None):
+            return None
+        return _OpenQuestion(str(body["id"]), entry_id, body, reply, int(body.get("n", 1)))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def _error_piece(question_id: str, code: AnswerErrorCode, message: str) -> AnswerPiece:

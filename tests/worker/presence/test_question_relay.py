@@ -3,8 +3,10 @@
 import json
 import os
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -72,7 +74,12 @@ def find_adapter(model: str) -> Path:
 
 
 @contextmanager
-def relaying(redis: Redis, process: Process, attempt: int = 1) -> Iterator[QuestionRelay]:
+def relaying(
+    redis: Redis,
+    process: Process,
+    attempt: int = 1,
+    find_adapter: Callable[[str], Path | None] = find_adapter,
+) -> Iterator[QuestionRelay]:
     relay = QuestionRelay(redis, RUN, attempt, find_adapter, lambda: process.is_ending)
     with relay.running(process.send):
         yield relay
@@ -191,6 +198,110 @@ def test_adapter_that_cannot_be_had_and_what_is_no_question_cost_no_other_questi
         assert process.next_question()["question"]["id"] == "q2"
         eventually(lambda: error_of(redis, "q1") == "unusable_model", what="the error has come")
     assert not redis.exists("anneal") and redis.xlen(STREAM) == 0
+
+
+def has_error(redis: Redis, id: str, code: str) -> bool:
+    return error_of(redis, id) == code
+
+
+class SlowAdapters:
+    """Adapters that come when the test says so; None if the attempt ends meanwhile."""
+
+    def __init__(self, folder: Path | None = Path("/adapters/slow")) -> None:
+        self.folder, self.keys, self.is_here = folder, list[str](), threading.Event()
+
+    def find(self, key: str) -> Path | None:
+        self.keys.append(key)
+        if key == "slow":
+            assert self.is_here.wait(30)
+        return self.folder
+
+
+def test_adapter_is_obtained_once_and_only_its_own_questions_wait_for_it_in_their_order(redis: Redis) -> None:
+    process, adapters = Process(), SlowAdapters()
+    with relaying(redis, process, find_adapter=adapters.find):
+        for id, key in (("s1", "slow"), ("s2", "slow"), ("s3", "slow"), ("other", "fast"), ("base", None)):
+            ask(redis, id, adapter=key)
+        assert {process.next_question()["question"]["id"] for _ in range(2)} == {"other", "base"}
+        adapters.is_here.set()
+        assert [process.next_question()["question"]["id"] for _ in range(3)] == ["s1", "s2", "s3"]
+        ask(redis, "s4", adapter="slow")
+        assert process.next_question()["adapter_folder"] == "/adapters/slow"
+    assert sorted(adapters.keys) == ["fast", "slow"] and redis.xlen(STREAM) == 0
+
+
+def test_question_that_is_cancelled_while_its_adapter_comes_does_not_reach_the_process(redis: Redis) -> None:
+    process, adapters = Process(), SlowAdapters()
+    with relaying(redis, process, find_adapter=adapters.find):
+        removed, cancelled = ask(redis, "removed", adapter="slow"), ask(redis, "cancelled", adapter="slow")
+        ask(redis, "s3", adapter="slow")
+        ask(redis, "base")
+        assert process.next_question()["question"]["id"] == "base"
+        for entry_id in (removed, cancelled):
+            assert redis.xdel(STREAM, entry_id) == 1
+        redis.xadd(STREAM, {CANCEL: "cancelled"})
+        assert process.messages.get(timeout=30).cancelled_question == "cancelled"
+        adapters.is_here.set()
+        assert process.next_question()["question"]["id"] == "s3"
+
+
+def test_question_whose_attempt_ends_while_its_adapter_comes_is_left_to_the_next_attempt(redis: Redis) -> None:
+    process, later, adapters = Process(), Process(), SlowAdapters(folder=None)
+    with relaying(redis, process, find_adapter=adapters.find):
+        for id in ("s1", "s2"):
+            ask(redis, id, adapter="slow")
+        eventually(lambda: len(replies(redis)) == 2, what="both are taken")
+        process.is_ending = True
+        adapters.is_here.set()
+    assert process.messages.empty() and error_of(redis, "s1") is None
+    with relaying(redis, later, attempt=2):
+        assert [later.next_question()["question"]["id"] for _ in range(2)] == ["s1", "s2"]
+
+
+def test_adapter_that_could_not_be_had_is_tried_again_for_the_next_question(redis: Redis) -> None:
+    process, tries = Process(), [AdapterUnavailable("Ask again."), ValueError("a defect")]
+
+    def find(key: str) -> Path:
+        if tries:
+            raise tries.pop(0)
+        return Path("/adapters") / key
+
+    with relaying(redis, process, find_adapter=find):
+        for id, code in (("q1", "unusable_model"), ("q2", "internal")):
+            ask(redis, id, adapter="x")
+            eventually(partial(has_error, redis, id, code), what="the error has come")
+        ask(redis, "q3", adapter="x")
+        assert process.next_question()["question"]["id"] == "q3"
+
+
+def test_defect_in_a_thread_of_the_relay_costs_no_further_question(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, read, add, fails = Process(), redis.xread, redis.xadd, {"read", "add"}
+
+    def xread(*args: Any, **options: Any) -> Any:
+        if "read" in fails:
+            fails.remove("read")
+            raise ValueError("a defect")
+        return read(*args, **options)
+
+    def xadd(name: str, fields: Any, **options: Any) -> Any:
+        if PIECES in fields and "add" in fails:
+            fails.remove("add")
+            raise ValueError("a defect")
+        return add(name, fields, **options)
+
+    monkeypatch.setattr(redis, "xread", xread)
+    monkeypatch.setattr(redis, "xadd", xadd)
+    with relaying(redis, process) as relay:
+        for id in ("q1", "q2"):
+            ask(redis, id)
+            process.next_question()
+        relay.publish([{"question_id": "q1", "text": "lost", "tokens": 1, "finish_reason": "stop"}])
+        relay.publish([{"question_id": "q2", "text": "sent", "tokens": 1, "finish_reason": "stop"}])
+        eventually(lambda: error_of(redis, "q1") == "internal", what="the error has come")
+        eventually(lambda: "sent" in [piece.get("text") for piece in replies(redis)], what="the answer has come")
+    assert not fails
 
 
 def test_answer_of_which_redis_lost_a_piece_ends_with_an_error_when_it_is_back(
