@@ -3,7 +3,7 @@
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,6 +29,9 @@ REMOVED_SETTINGS = {
 }
 """Settings that no longer exist, with what to do instead. A server that ignored one would do less than its operator
 expects."""
+_REWARD_HOST = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9._-]+)|\[(?P<bracketed>[0-9a-f:.]+)\])(?::(?P<port>[0-9]{1,5}))?|(?P<bare>[0-9a-f:.]+)"
+)
 _HOST = r"[A-Za-z0-9._-]+|[0-9a-f:.]+"
 _ORIGIN = r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::[0-9]{1,5})?"
 
@@ -141,10 +144,12 @@ class Settings(HomeSettings):
     (`mattermost.internal, 10.1.2.3`); unset: webhooks call only public HTTPS addresses."""
     reward_hosts: str = ""
     """Public HTTPS hosts that rewards of runs may call, comma-separated, each with `=` and the name of the secret that
-    it receives as a bearer token, if any (`api.openai.com=openai_key, scores.example.com`); unset: none."""
+    it receives as a bearer token, if any (`api.openai.com=openai_key, scores.example.com:8443`); without a port only
+    443 may be called; unset: none."""
     reward_private_hosts: str = ""
     """Hosts inside your network that rewards of runs may call, also over plain HTTP, as names or addresses, with
-    secrets as in `reward_hosts` (`judge.internal=judge_key, 10.1.2.3`); unset: none."""
+    ports and secrets as in `reward_hosts` (`judge.internal:8000=judge_key, 10.1.2.3`); without a port only that of the
+    scheme may be called, 443 or 80; unset: none."""
     allowed_hosts: str = ""
     """Additional Host headers that the API accepts, comma-separated; loopback and `host` are always accepted."""
     allowed_origins: str = ""
@@ -184,14 +189,14 @@ class Settings(HomeSettings):
     @field_validator("reward_hosts", "reward_private_hosts")
     @classmethod
     def _check_reward_hosts(cls, hosts: str) -> str:
-        form = rf"(?:{_HOST})(?: *= *[a-z][a-z0-9_]{{0,62}})?"
-        invalid = [host for host in _split_list(hosts) if re.fullmatch(form, host) is None]
+        invalid = [host for host in _split_list(hosts) if not _is_reward_host(host)]
         if invalid:
             # A key in place of its name must not be in the log.
             raise ValueError(
                 f"{invalid[0].partition('=')[0].strip()[:200]!r} is not a host, or what follows its = is not the name "
-                "of a secret: write names or addresses without scheme, port and path, such as "
-                "api.openai.com=openai_key, and set the key with `anneal secrets set openai_key`"
+                "of a secret: write names or addresses without scheme and path, with a port if it is not that of the "
+                "scheme, such as api.openai.com=openai_key or judge.internal:8000, and set the key with `anneal "
+                "secrets set openai_key`"
             )
         return hosts
 
@@ -308,12 +313,12 @@ class Settings(HomeSettings):
         return frozenset(_split_list(self.webhook_private_hosts.lower()))
 
     @property
-    def allowed_reward_hosts(self) -> dict[str, RewardHost]:
-        """Hosts that rewards may call, by name."""
-        return {
-            **_parse_reward_hosts(self.reward_hosts, is_private=False),
-            **_parse_reward_hosts(self.reward_private_hosts, is_private=True),
-        }
+    def allowed_reward_hosts(self) -> list[RewardHost]:
+        """Hosts that rewards may call. Of two entries for one address the first decides."""
+        return [
+            *_parse_reward_hosts(self.reward_private_hosts, is_private=True),
+            *_parse_reward_hosts(self.reward_hosts, is_private=False),
+        ]
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -511,9 +516,19 @@ def _parse_prices(text: str) -> dict[str, float]:
     return prices
 
 
-def _parse_reward_hosts(text: str, *, is_private: bool) -> dict[str, RewardHost]:
-    hosts = {}
+def _is_reward_host(text: str) -> bool:
+    """Return True for `host`, `host:port`, `[IPv6]:port` or an IPv6 address, each with or without `=secret`."""
+    address, equals, secret = (piece.strip() for piece in text.partition("="))
+    match = _REWARD_HOST.fullmatch(address)
+    if match is None or (equals and not re.fullmatch(r"[a-z][a-z0-9_]{0,62}", secret)):
+        return False
+    return match["port"] is None or 0 < int(match["port"]) < 65536
+
+
+def _parse_reward_hosts(text: str, *, is_private: bool) -> Iterator[RewardHost]:
     for part in _split_list(text):
-        name, _, secret = (piece.strip() for piece in part.partition("="))
-        hosts[name.lower()] = RewardHost(name=name.lower(), is_private=is_private, secret=secret or None)
-    return hosts
+        address, _, secret = (piece.strip() for piece in part.partition("="))
+        if (match := _REWARD_HOST.fullmatch(address)) is not None:
+            name = match["name"] or match["bracketed"] or match["bare"]
+            port = int(match["port"]) if match["port"] else None
+            yield RewardHost(name=name.lower(), port=port, is_private=is_private, secret=secret or None)

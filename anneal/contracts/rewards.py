@@ -7,7 +7,7 @@ and schemas are only measured here, because to compile them may take long: `rewa
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -256,6 +256,8 @@ class RewardHost(Strict):
 
     name: str
     """Name or address, in lower case and without a port."""
+    port: int | None = None
+    """Only port that may be called; None: that of the scheme."""
     is_private: bool = False
     """True if it may have a private address, and be called without encryption."""
     secret: str | None = None
@@ -265,6 +267,23 @@ class RewardHost(Strict):
     def key_variable(self) -> str | None:
         """Environment variable in which a training process receives the value of the secret."""
         return None if self.secret is None else f"ANNEAL_REWARD_KEY_{self.secret.upper()}"
+
+    def allows(self, scheme: str, name: str, port: int | None) -> bool:
+        """Return True if URLs of a scheme, a host in lower case and a port (None: that of the scheme) may be called."""
+        default = _default_port(scheme)
+        own_port = default if self.port is None else self.port
+        return name == self.name and own_port == (default if port is None else port)
+
+
+def _default_port(scheme: str) -> int:
+    return 443 if scheme == "https" else 80
+
+
+def join_address(scheme: str, name: str, port: int | None) -> str:
+    """Return a host as a setting names it, with the port if it is not that of the scheme."""
+    if port is None or port == _default_port(scheme):
+        return name
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def _not_too_long(rewards: Any) -> Any:
@@ -298,12 +317,14 @@ USAGE_METRICS = ("reward_calls", "reward_prompt_tokens", "reward_completion_toke
 """Metrics that count what the rewards of a run that are calls have taken."""
 
 
-def host_of(url: str) -> str:
-    """Return the host of a URL, in lower case and without the port; empty for a text that is no URL."""
+def find_host(hosts: Iterable[RewardHost], url: str) -> tuple[str, RewardHost | None]:
+    """Return the address of a URL as a setting names it, and that of the hosts which allows it, if one does."""
     try:
-        return urlsplit(url).hostname or ""
+        parts = urlsplit(url)
+        scheme, name, port = parts.scheme, parts.hostname or "", parts.port
     except ValueError:
-        return ""
+        return "", None
+    return join_address(scheme, name, port), next((host for host in hosts if host.allows(scheme, name, port)), None)
 
 
 def metric_names(rewards: Sequence[Reward]) -> list[str]:

@@ -21,7 +21,7 @@ from anneal.contracts.attempt.job import (
 )
 from anneal.contracts.attempt.messages import ActionRequest
 from anneal.contracts.methods import method_of, service_urls
-from anneal.contracts.rewards import RewardHost, host_of
+from anneal.contracts.rewards import RewardHost, find_host
 from anneal.contracts.run_task import RunTask
 from app.config import wandb_mode
 from app.infra.files.untrusted_folder import create_below
@@ -102,7 +102,7 @@ def prepare_job(
             auto_repairs=repairs,
             **datasets,
             **models,
-            reward_hosts=_find_reward_hosts(context, config),
+            reward_hosts=find_reward_hosts(context, config),
             **worker_fields(context, inputs),
             resume_from=_resume_point(source, checkpoint),
             best_checkpoint=best_checkpoint,
@@ -258,18 +258,19 @@ def read_secrets(context: WorkerContext, connection: Connection, job: JobSpec) -
     return {variable: values[name] for variable, name in variables.items() if name in values}
 
 
-def _find_reward_hosts(context: WorkerContext, config: Mapping[str, Any]) -> list[RewardHost]:
+def find_reward_hosts(context: WorkerContext, config: Mapping[str, Any]) -> list[RewardHost]:
     """Return the hosts that the rewards of a configuration call.
 
     Raises:
         JobError: The settings of this worker do not allow one of them.
     """
     allowed = context.settings.allowed_reward_hosts
-    hosts: dict[str, RewardHost] = {}
+    hosts: list[RewardHost] = []
     for place, url in service_urls(config):
-        name = host_of(url)
-        if name not in allowed:
-            message = f"`{place}` calls {name}, which this worker does not allow: its operator can add it to "
+        address, host = find_host(allowed, url)
+        if host is None:
+            message = f"`{place}` calls {address}, which this worker does not allow: its operator can add it to "
             raise JobError("config_error", f"{message}ANNEAL_REWARD_HOSTS, or ANNEAL_REWARD_PRIVATE_HOSTS")
-        hosts[name] = allowed[name]
-    return list(hosts.values())
+        if host not in hosts:
+            hosts.append(host)
+    return hosts

@@ -177,12 +177,12 @@ def test_a_run_gets_the_keys_of_the_hosts_that_its_rewards_call_and_no_others(
 ) -> None:
     for name in ("judge_key", "other_key"):
         keep(settings, name, TOKEN + name)
-    hosts = "API.example.com=judge_key, other.example.com=other_key"
+    hosts = "API.example.com:8443=judge_key, other.example.com=other_key"
     allowing = settings.model_copy(update={"reward_hosts": hosts})
     job = with_reward(allowing, engine, "https://api.example.com:8443/v1")
     assert job.secrets == {"ANNEAL_REWARD_KEY_JUDGE_KEY": f"{TOKEN}judge_key"}
     (host,) = JobSpec.from_file(job.path).reward_hosts
-    assert (host.name, host.is_private, host.secret) == ("api.example.com", False, "judge_key")
+    assert (host.name, host.port, host.is_private, host.secret) == ("api.example.com", 8443, False, "judge_key")
     assert files_with(TOKEN, settings.storage_root, settings.home) == []
 
 
@@ -196,8 +196,12 @@ def test_one_secret_may_be_a_token_of_the_hub_and_the_key_of_a_host(settings: Se
 
 @pytest.mark.parametrize(
     ("hosts", "says"),
-    [("", "ANNEAL_REWARD_HOSTS"), ("api.example.com=judge_key", "anneal secrets set judge_key")],
-    ids=["not allowed", "without key"],
+    [
+        ("", "ANNEAL_REWARD_HOSTS"),
+        ("api.example.com:8443=judge_key", "ANNEAL_REWARD_HOSTS"),
+        ("api.example.com=judge_key", "anneal secrets set judge_key"),
+    ],
+    ids=["not allowed", "another port", "without key"],
 )
 def test_a_worker_holds_a_run_against_its_own_list_of_hosts_and_their_keys(
     hosts: str, says: str, settings: Settings, engine: Engine

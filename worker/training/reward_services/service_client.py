@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from anneal.contracts.rewards import USAGE_METRICS, RewardHost, ServiceReward
+from anneal.contracts.rewards import USAGE_METRICS, RewardHost, ServiceReward, join_address
 from app.infra.guarded_http import AddressRefused, GuardedTransport
 from app.infra.terminal_text import plain_line
 from worker.training.failures import TrainingFailure
@@ -98,11 +98,12 @@ class ServiceClient:
             self._host = self._url.raw_host.decode("ascii")
         except (httpx.InvalidURL, UnicodeError) as error:
             raise TrainingFailure("config_error", f"The URL of reward `{name}` is not valid: {error}.") from None
-        host = next((host for host in context.hosts if host.name == self._host), None)
+        address = (self._url.scheme, self._host, self._url.port)
+        host = next((host for host in context.hosts if host.allows(*address)), None)
         if host is None:
             raise TrainingFailure(
                 "config_error",
-                f"Reward `{name}` calls {self._host}, which is not allowed: the operator can add it to "
+                f"Reward `{name}` calls {join_address(*address)}, which is not allowed: the operator can add it to "
                 "ANNEAL_REWARD_HOSTS, or to ANNEAL_REWARD_PRIVATE_HOSTS.",
             )
         if self._url.scheme != "https" and not host.is_private:

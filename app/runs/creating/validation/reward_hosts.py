@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import service_urls
-from anneal.contracts.rewards import RewardHost, host_of
+from anneal.contracts.rewards import RewardHost, find_host
 from anneal.contracts.training_config.rules import field_error
 from app.api.errors import to_printable
 from app.config import Settings
@@ -26,14 +26,15 @@ async def reward_host_problems(
     if not urls:
         return []
     allowed = settings.allowed_reward_hosts
-    secrets = {host.secret for host in allowed.values() if host.secret is not None}
+    secrets = {host.secret for host in allowed if host.secret is not None}
     stored = set((await session.scalars(select(Secret.name).where(Secret.name.in_(secrets)))).all())
-    problems = (_find_problem(field, url, allowed.get(host_of(url)), stored) for field, url in urls.items())
+    problems = (_find_problem(field, url, allowed, stored) for field, url in urls.items())
     return [problem for problem in problems if problem is not None]
 
 
-def _find_problem(field: str, url: str, allowed: RewardHost | None, stored: set[str]) -> FieldError | None:
-    host = to_printable(host_of(url), 100)
+def _find_problem(field: str, url: str, hosts: list[RewardHost], stored: set[str]) -> FieldError | None:
+    address, allowed = find_host(hosts, url)
+    host = to_printable(address, 100)
     if allowed is None:
         message = (
             f"calls {host}, which the operator does not allow; ask for {host} in ANNEAL_REWARD_HOSTS, or in "

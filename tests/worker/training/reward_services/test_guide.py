@@ -38,7 +38,7 @@ def test_service_is_called_and_answers_as_the_guide_shows() -> None:
     expected: dict[str, Any] = json.loads(body)
     with reward_service(lambda _body: response) as service:
         reward = HttpReward(type="http", url=f"http://127.0.0.1:{service.port}/v1/score")
-        host = RewardHost(name="127.0.0.1", is_private=True, secret="scores_key")
+        host = RewardHost(name="127.0.0.1", port=service.port, is_private=True, secret="scores_key")
         context = CallContext([host], {"ANNEAL_REWARD_KEY_SCORES_KEY": KEY})
         (row,) = expected["rows"]
         score = ScoringService(reward, "http", context)([row["prompt"]], [row["completion"]], answer=[row["reference"]])
@@ -56,5 +56,5 @@ def test_hosts_of_the_guide_are_settings() -> None:
     values = dict(re.findall(r'ANNEAL_(REWARD_\w+)="([^"]+)"', block))
     hosts = Settings(**{name.lower(): value for name, value in values.items()}).allowed_reward_hosts
     secrets = re.findall(r"anneal secrets set (\w+)", block)
-    assert [host.secret for host in hosts.values() if host.secret] == secrets
-    assert {host.is_private for host in hosts.values()} == {True, False}
+    assert [host.secret for host in hosts if host.secret] == secrets
+    assert {host.is_private for host in hosts} == {True, False}

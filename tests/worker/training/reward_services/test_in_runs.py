@@ -1,5 +1,7 @@
 """Rewards of services in runs: what learns from them, what they score, what they cost, and what a resume repeats."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts, m
 from tests.worker.training.two_ranks import TwoRanks
 
 KEY = "sk-key-of-ada-0123456789"
-HOSTS = [{"name": "127.0.0.1", "is_private": True, "secret": "judge_key"}]
 VARIABLES = {"ANNEAL_REWARD_KEY_JUDGE_KEY": KEY}
 LENGTH = {"type": "length", "max": 8, "unit": "characters", "slack": 30, "weight": 0.5}
 TRAINING: dict[str, Any] = {
@@ -51,7 +52,10 @@ def service() -> Iterator[RewardService]:
 
 
 def run(forks: Forks, job: dict[str, Any]) -> Outcome:
-    return forks.run(job | {"reward_hosts": HOSTS}, variables=VARIABLES)
+    # The port is that of the service, which the rewards of the job name.
+    ports = {int(port) for port in re.findall(r"http://127\.0\.0\.1:(\d+)", json.dumps(job, default=str))}
+    hosts = [{"name": "127.0.0.1", "port": port, "is_private": True, "secret": "judge_key"} for port in ports]
+    return forks.run(job | {"reward_hosts": hosts}, variables=VARIABLES)
 
 
 def losses(outcome: Outcome) -> list[float]:
@@ -151,7 +155,7 @@ def test_calls_of_every_device_are_counted(
     rlhf = {"num_generations": 4, "max_completion_length": 12, "rewards": rewards}
     fields = {**TRAINING, "max_steps": 2, "eval_steps": 2, "eval_split": 0.2, "rlhf": rlhf}
     job = make_job(tmp_path, model, data, data_format="prompt", **fields)
-    done = two_ranks.run(job | {"reward_hosts": [{"name": "127.0.0.1", "is_private": True}]})
+    done = two_ranks.run(job | {"reward_hosts": [{"name": "127.0.0.1", "port": service.port, "is_private": True}]})
     assert done.result["outcome"] == "completed", (done.result, done.stderr[-3000:])
     last = done.of("metric")[-1]["extra"]
     posted = [row for call in service.calls for row in call.json["rows"]]

@@ -13,7 +13,6 @@ from worker.training.reward_services.judge import Judge
 from worker.training.reward_services.service_client import CallContext
 
 RUBRIC = "10 for a polite answer, 1 for {a rude} one."
-HOST = RewardHost(name="127.0.0.1", is_private=True)
 
 
 def says(text: Any, **usage: Any) -> dict[str, Any]:
@@ -32,7 +31,8 @@ def judge(service: RewardService) -> Callable[..., Judge]:
     def create(warnings: list[str] | None = None, **fields: Any) -> Judge:
         url = f"http://127.0.0.1:{service.port}/v1/"
         values = {"type": "judge", "url": url, "model": "grader", "rubric": RUBRIC, "concurrency": 1, **fields}
-        context = CallContext([HOST], warn=(warnings if warnings is not None else []).append)
+        host = RewardHost(name="127.0.0.1", port=service.port, is_private=True)
+        context = CallContext([host], warn=(warnings if warnings is not None else []).append)
         return Judge(JudgeReward.model_validate(values), "judge", context)
 
     return create

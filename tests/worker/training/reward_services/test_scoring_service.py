@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 
 from anneal.contracts.rewards import HttpReward, RewardHost
@@ -15,7 +16,6 @@ from worker.training.reward_services import service_client
 from worker.training.reward_services.scoring_service import ScoringService
 from worker.training.reward_services.service_client import CallContext
 
-LOOPBACK = RewardHost(name="127.0.0.1", is_private=True)
 KEY = "sk-key-of-ada-0123456789"
 FAILS = Reply({"error": "overloaded"}, 503)
 
@@ -41,11 +41,13 @@ def scorer(service: RewardService) -> Scorer:
 
     def create(
         url: str = service.url,
-        hosts: Sequence[RewardHost] = (LOOPBACK,),
+        hosts: Sequence[RewardHost] | None = None,
         context: dict[str, Any] | None = None,
         **fields: Any,
     ) -> ScoringService:
         values = {"type": "http", "url": url, "rows_per_request": 1, "timeout_seconds": 5.0, **fields}
+        if hosts is None:
+            hosts = [RewardHost(name="127.0.0.1", port=httpx.URL(url).port, is_private=True)]
         return ScoringService(HttpReward.model_validate(values), "http", CallContext(hosts, **(context or {})))
 
     return create
@@ -220,7 +222,7 @@ def test_failure_that_every_call_would_have_fails_the_run_at_once(
 def test_key_is_a_bearer_token_of_its_host_alone_and_in_no_message(
     service: RewardService, scorer: Scorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = RewardHost(name="127.0.0.1", is_private=True, secret="judge_key")
+    host = RewardHost(name="127.0.0.1", port=service.port, is_private=True, secret="judge_key")
     other = RewardHost(name="scores.example.com", secret="other_key")
     monkeypatch.setenv("ANNEAL_REWARD_KEY_JUDGE_KEY", KEY)
     keys = service_client.take_keys([host, other])
@@ -240,10 +242,15 @@ def test_key_is_a_bearer_token_of_its_host_alone_and_in_no_message(
 
 
 def test_host_that_the_operator_does_not_allow_is_not_called(service: RewardService, scorer: Scorer) -> None:
-    public = [RewardHost(name="localhost"), RewardHost(name="127.0.0.1")]
+    public = [RewardHost(name=name, port=service.port) for name in ("localhost", "127.0.0.1")]
     for url, says in (
-        (service.url.replace("127.0.0.1", "127.0.0.2"), "calls 127.0.0.2, which is not allowed"),
-        (service.url.replace("127.0.0.1", "127.0.0.1.example.com"), "127.0.0.1.example.com, which is not allowed"),
+        (service.url.replace("127.0.0.1", "127.0.0.2"), f"calls 127.0.0.2:{service.port}, which is not allowed"),
+        (
+            service.url.replace("127.0.0.1", "127.0.0.1.example.com"),
+            f"127.0.0.1.example.com:{service.port}, which is not allowed",
+        ),
+        (f"https://127.0.0.1:{service.port + 1}/score", f"calls 127.0.0.1:{service.port + 1}, which is not allowed"),
+        ("https://127.0.0.1/score", "calls 127.0.0.1, which is not allowed"),
         (service.url, "is not encrypted: use https://"),
     ):
         with pytest.raises(TrainingFailure, match=says) as refused:
