@@ -25,7 +25,7 @@ from app.infra.logs.lean_structlog import bound_contextvars
 from app.runs.state import parts
 from app.workers import registry
 from worker.attempts import device_checks
-from worker.attempts.job_builder import read_secrets
+from worker.attempts.job_builder import find_reward_hosts, read_secrets
 from worker.attempts.job_error import JobError
 from worker.attempts.launch import Group, Meeting, launch_processes
 from worker.attempts.monitor import kill_and_drain, receive_output
@@ -284,6 +284,8 @@ class Part:
         for needed in _job_paths(job):
             if not needed.exists():
                 raise JobError("internal", _is_not_here(needed), is_transient=True)
+        # The settings of this worker decide which hosts its processes call, and with which keys.
+        job = job.model_copy(update={"reward_hosts": find_reward_hosts(context, job.config)})
         with context.engine.connect() as connection:
             secrets = read_secrets(context, connection, job)
         return run, Group(ENTRY, path, secrets), secrets

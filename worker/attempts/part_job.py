@@ -4,7 +4,7 @@ from pathlib import Path
 
 from anneal.contracts.attempt.job import JobSpec
 from worker.attempts.checkpoint_source import CheckpointSource
-from worker.attempts.job_builder import worker_fields, write_job
+from worker.attempts.job_builder import find_reward_hosts, worker_fields, write_job
 from worker.attempts.job_inputs import JobInputs
 from worker.checkpoint_store.restore import RestoreControl
 from worker.claimed_run import ClaimedRun
@@ -15,7 +15,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
     """Fetch what the job of the lead names, and write the job of this worker; return its file.
 
     Raises:
-        JobError: Something cannot be fetched.
+        JobError: Something cannot be fetched, or this worker does not allow a host that rewards call.
         TransferCancelled: The attempt is to end.
         OSError: The storage of this worker cannot be read or written.
     """
@@ -47,6 +47,7 @@ def prepare_part(context: WorkerContext, run: ClaimedRun, lead: JobSpec, control
         **datasets,
         **inputs.fetch_models(),
         **worker_fields(context, inputs),
+        "reward_hosts": find_reward_hosts(context, lead.config),
         "resume_from": resume,
         "weights": weights,
     }

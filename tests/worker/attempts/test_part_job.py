@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import Engine
 
 from anneal.contracts.attempt.job import JobSpec
+from anneal.contracts.rewards import RewardHost
 from app.config import Settings
 from app.infra.storage import Storage
 from tests.rows import run_row
@@ -66,6 +67,17 @@ def test_it_has_the_same_files_below_its_own_root_and_waits_for_a_checkpoint_tha
         assert path.is_relative_to(root)
     files = {"dataset", "attempt_dir", "journal", "token_cache", "resume_from"}
     assert own.model_dump(exclude=files) == lead_job.model_dump(exclude=files)
+
+
+def test_a_part_holds_rewards_against_the_hosts_of_its_own_worker(lead: StoreLab, member: Any, engine: Engine) -> None:
+    job, _ = lead.next_attempt()
+    reward = {"type": "http", "url": "https://judge.example.com:8443/v1"}
+    allowed = RewardHost(name="judge.example.com", port=8443, secret="judge_key")
+    changed = {"config": {"method": "rlhf", "rlhf": {"rewards": [reward]}}, "reward_hosts": [allowed]}
+    lead_job, run = JobSpec.from_file(job.path).model_copy(update=changed), run_row(engine, lead.trainer.run_id)
+    with member.working_copy.used_by(run.id), pytest.raises(JobError, match="ANNEAL_REWARD_HOSTS") as refused:
+        prepare_part(member, run, lead_job, WAITS)
+    assert (refused.value.code, refused.value.is_transient) == ("config_error", False)
 
 
 def test_a_checkpoint_that_cannot_be_fetched_ends_the_part(
