@@ -315,7 +315,10 @@ async def get_run(run_id: str, request: Request, session: Session, storage: Curr
     return await serializers.run_read(session, storage, run, predictions.get(run.id))
 
 
-@router.patch("/{run_id}", responses={409: {"description": "The run has ended, and its priority was to change."}})
+@router.patch(
+    "/{run_id}",
+    responses={409: {"description": "The run has ended or answers questions, and its priority was to change."}},
+)
 async def edit_run(run_id: str, body: RunEdit, request: Request, session: Session, storage: CurrentStorage) -> RunRead:
     """Rename or tag a run, change its priority, or pin it to protect it from deletion."""
     await _eta_service(request).renew()  # before the row is locked, because its worker would wait for the lock

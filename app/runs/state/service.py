@@ -88,9 +88,14 @@ async def requested_stop(session: AsyncSession, run_id: str) -> RequestedStop:
 async def edit_run(session: AsyncSession, run_id: str, body: RunEdit) -> Run:
     """Change the name, tags, pin or priority of a run; fields that were not given stay unchanged.
 
-    A new priority is refused with 409 if the run has ended.
+    A new priority is refused with 409 if the run has ended, or answers questions.
     """
     run = await lock_run(session, run_id)
+    if body.priority is not None and run.task == RunTask.serve:
+        raise conflict(
+            "priority_is_fixed",
+            f"Run {run_id} answers questions, and makes room for every other run: leave `priority` out.",
+        )
     if body.priority is not None and run.status in TERMINAL:
         raise conflict("run_has_ended", f"Run {run_id} is {run.status}: `priority` applies to runs that wait.")
     for name, value in body.model_dump(exclude_none=True).items():

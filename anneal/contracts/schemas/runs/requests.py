@@ -225,7 +225,7 @@ class RunEdit(Body):
         ge=-1000,
         le=1000,
         description="Runs with higher priority start first. A change applies whenever the run waits; 409 if it has "
-        "ended.",
+        "ended, or answers questions.",
     )
 
 
