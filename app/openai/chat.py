@@ -31,7 +31,6 @@ from anneal.contracts.schemas.openai.answers import (
     ToolCallObject,
     Usage,
 )
-from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage
 from app.api.errors import ApiError, as_api_error, invalid, problem_response
 from app.audit.log import AuditedCall
@@ -170,8 +169,8 @@ class TextForm(AnswerForm):
 class AnswerCall:
     """Call that asks a question: finds the model, has a serving run answer, and responds in a form."""
 
-    def __init__(self, request: Request, settings: Settings, storage: Storage, caller_id: str) -> None:
-        self._request, self._settings, self._storage, self._caller_id = request, settings, storage, caller_id
+    def __init__(self, request: Request, settings: Settings, storage: Storage) -> None:
+        self._request, self._settings, self._storage = request, settings, storage
 
     async def respond(self, body: AnswerRequest, question: Question, form: AnswerForm) -> Response:
         """Respond with the answer. Errors of the first seconds have a status of their own, also of a stream."""
@@ -194,7 +193,8 @@ class AnswerCall:
         """Return the serving run of a model, which is created if there is none; an audit entry says so."""
         state = self._request.app.state
         async with state.sessions() as session:
-            transaction = RunTransaction(session, BackgroundTasks(), self._caller_id)
+            # Of the service itself: all callers share the run, which the quota or budget of one must not hold up.
+            transaction = RunTransaction(session, BackgroundTasks())
             run, is_new = await find_or_create_serving_run(transaction, self._settings, self._storage, model)
             run_id: str = run.id
             if is_new:
@@ -249,10 +249,8 @@ class AnswerCall:
         yield _event(b"[DONE]")
 
 
-async def _answer_call(
-    request: Request, settings: CurrentSettings, storage: CurrentStorage, caller: CurrentCaller
-) -> AnswerCall:
-    return AnswerCall(request, settings, storage, caller.key_id)
+async def _answer_call(request: Request, settings: CurrentSettings, storage: CurrentStorage) -> AnswerCall:
+    return AnswerCall(request, settings, storage)
 
 
 Call = Annotated[AnswerCall, Depends(_answer_call)]

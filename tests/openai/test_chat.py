@@ -389,6 +389,25 @@ class TestEnd:
             answer.result(timeout=30)
 
 
+class TestSharing:
+    def test_serving_run_belongs_to_no_key_and_keeps_its_priority(
+        self, emptied_api: ApiServer, engine: Engine, ask: Ask
+    ) -> None:
+        with engine.begin() as connection:
+            connection.execute(text("UPDATE api_keys SET max_devices = 0"))
+        answer = ask()
+        (run,) = eventually(lambda: serving_runs(engine), what="a serving run")
+        refusal = emptied_api.client.patch(f"/v1/runs/{run.id}", json={"priority": 9, "name": "x"})
+        assert (refusal.status_code, refusal.json()["code"]) == (409, "priority_is_fixed")
+        assert emptied_api.client.patch(f"/v1/runs/{run.id}", json={"name": "x"}).json()["priority"] == -1001
+        with serving(emptied_api, engine) as process:  # claimed in spite of the quota of the key that asks
+            process.write(process.next_question(), "x")
+            answer.result(timeout=30)
+        assert run.created_by is None
+        usage = emptied_api.client.get("/v1/usage")
+        assert usage.status_code == 200, usage.text
+
+
 class TestLoss:
     def test_question_to_a_run_that_has_just_ended_is_asked_again(
         self, emptied_api: ApiServer, engine: Engine, ask: Ask
