@@ -63,9 +63,13 @@ class ToolCallStream(TextStream):
         prefix = "" if is_reduced else tokenizer.decode(prompt)
         self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=question.tools)
         self._special = special_tokens(tokenizer)
-        self._raw = self._sent = ""
-        """Text of the answer, and the part of it that was sent, both with special tokens."""
-        self._is_readable = True
+        self._raw = ""
+        """Text of the answer, with special tokens."""
+        self._parsed = self._sent = 0
+        """Lengths of the start of it of which the parser has returned text, and of that which was sent."""
+        self._late_content = ""
+        """Content after the first call, sent at the end: if a later call cannot be read, the first one is text too."""
+        self._is_readable, self._has_call = True, False
 
     def add(self, token: int) -> str:
         return self._read(super().add(token), is_last=False)
@@ -86,12 +90,27 @@ class ToolCallStream(TextStream):
             self.tool_calls += [call for event in closed for call in _calls_of(event["value"])]
         except (ValueError, TypeError, KeyError, AttributeError):  # what the model has written is no call
             self._is_readable, self.tool_calls = False, []
-            return self._without_special_tokens(self._raw.removeprefix(self._sent))
-        content = "".join(
-            event["text"] for event in events if event["type"] == "region_chunk" and event["field"] == _CONTENT
-        )
-        self._sent += content
+            return self._without_special_tokens(self._raw[self._sent :])
+        content = self._content_of(events)
+        if is_last:
+            content, self._late_content = content + self._late_content, ""
         return self._without_special_tokens(content)
+
+    def _content_of(self, events: list[dict[str, Any]]) -> str:
+        """Return the content before the first call, and hold what comes after it."""
+        content = ""
+        for event in events:
+            if event["type"] == "region_open" and event["field"] == _CALLS:
+                self._has_call = True
+            if event["type"] != "region_chunk":
+                continue
+            # Only what marks a part is not in the events: where its text is in the answer has to be looked up.
+            self._parsed = self._raw.find(event["text"], self._parsed) + len(event["text"])
+            if event["field"] == _CONTENT and self._has_call:
+                self._late_content += event["text"]
+            elif event["field"] == _CONTENT:
+                content, self._sent = content + event["text"], self._parsed
+        return content
 
     def _without_special_tokens(self, text: str) -> str:
         for token in self._special:

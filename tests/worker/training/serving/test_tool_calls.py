@@ -70,6 +70,14 @@ def test_call_that_cannot_be_read_is_text(call: str, tokenizer: Any) -> None:
     assert text.rstrip() == f"Well: {call}" and calls == []
 
 
+@pytest.mark.parametrize("bad", ["<tool_call>\nlook(3)\n</tool_call>", '<tool_call>\n{"name": "look", "argu'])
+def test_text_between_a_call_and_one_that_cannot_be_read_comes_once(bad: str, tokenizer: Any) -> None:
+    answer = f"A<tool_call {CALL}B{bad}"
+    text, calls, _ = read(tokenizer, answer)
+    assert text == answer and calls == []
+    assert read(tokenizer, f"A {CALL}B {CALL} C")[:2] == ("A B C", [LOOK, LOOK])
+
+
 def test_template_without_a_known_form_has_no_calls(tiny_model: Path) -> None:
     tokenizer = load_tokenizer(tiny_model)
     assert response_template(tokenizer) is None
