@@ -31,6 +31,7 @@ from anneal.contracts.schemas.openai.answers import (
     ToolCallObject,
     Usage,
 )
+from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage
 from app.api.errors import ApiError, as_api_error, invalid, problem_response
 from app.audit.log import AuditedCall
@@ -169,8 +170,8 @@ class TextForm(AnswerForm):
 class AnswerCall:
     """Call that asks a question: finds the model, has a serving run answer, and responds in a form."""
 
-    def __init__(self, request: Request, settings: Settings, storage: Storage) -> None:
-        self._request, self._settings, self._storage = request, settings, storage
+    def __init__(self, request: Request, settings: Settings, storage: Storage, caller_id: str) -> None:
+        self._request, self._settings, self._storage, self._caller_id = request, settings, storage, caller_id
 
     async def respond(self, body: AnswerRequest, question: Question, form: AnswerForm) -> Response:
         """Respond with the answer. Errors of the first seconds have a status of their own, also of a stream."""
@@ -178,7 +179,7 @@ class AnswerCall:
             model = await find_model(session, self._settings, self._storage, body.model)
         questions: Questions = self._request.app.state.questions
         question = question.model_copy(update={"adapter": model.adapter})
-        pieces = questions.answer(question, partial(self._find_run, model))
+        pieces = questions.answer(question, self._caller_id, partial(self._find_run, model))
         if not body.stream:
             return await self._respond_whole(pieces, form)
         first = await anext(pieces)
@@ -249,8 +250,10 @@ class AnswerCall:
         yield _event(b"[DONE]")
 
 
-async def _answer_call(request: Request, settings: CurrentSettings, storage: CurrentStorage) -> AnswerCall:
-    return AnswerCall(request, settings, storage)
+async def _answer_call(
+    request: Request, settings: CurrentSettings, storage: CurrentStorage, caller: CurrentCaller
+) -> AnswerCall:
+    return AnswerCall(request, settings, storage, caller.key_id)
 
 
 Call = Annotated[AnswerCall, Depends(_answer_call)]
@@ -259,7 +262,7 @@ Call = Annotated[AnswerCall, Depends(_answer_call)]
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}},
     404: {"description": "There is no such model."},
-    429: {"description": "The model has too many open questions, or this key too many open streams."},
+    429: {"description": "The model or this key has too many open questions, or this key too many open streams."},
     503: {"description": "No worker can answer, for the reason in the message, or the answer was interrupted."},
 }
 

@@ -38,7 +38,13 @@ from app.tables.runs import Run
 log = logging.getLogger(__name__)
 
 MOST_OPEN = 256
-"""Questions of this process to one serving run; the next one is refused."""
+"""Open answers of this process by one serving run, of which each choice counts; the next question is refused."""
+_SHARE = 4
+"""A key has at most this part of them, so that others are answered too."""
+_PENDING_SECONDS = 60.0
+"""Seconds for which a question waits for a run that is pending; callers have timeouts, and should know why."""
+_UNSERVED_SECONDS = 15.0
+"""Seconds for which it waits for the worker of a running run; a relay that is restarted is back before."""
 KEEP_ALIVE_SECONDS = 5.0
 _BLOCK_MS = 1000
 _WATCH_SECONDS = 1.0
@@ -67,6 +73,8 @@ class _OpenQuestion:
 
     id: str
     run_id: str
+    caller_id: str
+    choices: int
     arrivals: asyncio.Queue[AnswerPiece | Exception] = field(default_factory=asyncio.Queue)
     entry_id: str = ""
     """Entry in the stream of the run."""
@@ -75,6 +83,10 @@ class _OpenQuestion:
     is_started: bool = False
     """True once a piece of its answer has come."""
     lost_looks: int = 0
+    pending_since: float | None = None
+    """Monotonic time since which its run is pending."""
+    unserved_since: float | None = None
+    """Monotonic time since which no worker takes questions of its run, which is running."""
 
     def lose(self) -> None:
         """End the wait for an answer that will not come."""
@@ -117,17 +129,18 @@ class Questions:
         await self._redis.aclose()
 
     async def answer(
-        self, question: Question, find_run: Callable[[], Awaitable[str]]
+        self, question: Question, caller_id: str, find_run: Callable[[], Awaitable[str]]
     ) -> AsyncGenerator[AnswerPiece | None, None]:
         """Yield the pieces of the answer, or None after each `KEEP_ALIVE_SECONDS` of silence.
 
         `find_run` returns the serving run to ask, and is called again if that ends before it answers.
 
         Raises:
-            ApiError: 429 if the run has too many questions, 503 if it ends or cannot start, or what the engine says.
+            ApiError: 429 if the run has too many questions, of all callers or of this one, 503 if it ends, cannot start
+                or waits too long, or what the engine says.
         """
         for _ in range(_TRIES):
-            open_question = await self._ask(await find_run(), question)
+            open_question = await self._ask(await find_run(), caller_id, question)
             remaining = question.n
             try:
                 while remaining:
@@ -156,11 +169,9 @@ class Questions:
             headers=_NO_RETRY,
         )
 
-    async def _ask(self, run_id: str, question: Question) -> _OpenQuestion:
-        if sum(open_question.run_id == run_id for open_question in self._open.values()) >= self.most_open:
-            message = f"The model has {self.most_open:,} open questions, which is the limit: ask again when some are "
-            raise ApiError(429, "too_many_questions", message + "answered.", headers=_RETRY)
-        open_question = _OpenQuestion(new_id("ask"), run_id)
+    async def _ask(self, run_id: str, caller_id: str, question: Question) -> _OpenQuestion:
+        self._refuse_too_many(run_id, caller_id, question.n)
+        open_question = _OpenQuestion(new_id("ask"), run_id, caller_id, question.n)
         sent = question.model_copy(update={"id": open_question.id}).model_dump_json(exclude_defaults=True)
         self._open[open_question.id] = open_question
         self._has_open.set()
@@ -170,6 +181,19 @@ class Questions:
             self._open.pop(open_question.id, None)
             raise
         return open_question
+
+    def _refuse_too_many(self, run_id: str, caller_id: str, choices: int) -> None:
+        """Raise an error if another question with this number of choices is too much; the first one never is."""
+        questions = [it for it in self._open.values() if it.run_id == run_id]
+        of_all = sum(it.choices for it in questions)
+        of_caller = sum(it.choices for it in questions if it.caller_id == caller_id)
+        share = max(self.most_open // _SHARE, 1)
+        if of_all and of_all + choices > self.most_open:
+            message = f"The model has {of_all:,} open answers, of at most {self.most_open:,}: ask again when some end."
+            raise ApiError(429, "too_many_questions", message, headers=_RETRY)
+        if of_caller and of_caller + choices > share:
+            message = f"This key has {of_caller:,} open answers of the model, of at most {share:,}: ask when some end."
+            raise ApiError(429, "too_many_questions", message, headers=_RETRY)
 
     async def _send(self, run_id: str, question: str) -> str:
         """Send a question; return its entry in the stream of the run."""
@@ -275,7 +299,7 @@ class Questions:
                 open_question.lose()
             return
         open_question.lost_looks = 0
-        if (error := _reason_not_to_wait(run)) is not None:
+        if (error := _reason_not_to_wait(run) or _waited_too_long(open_question, run, is_alive=is_alive)) is not None:
             open_question.arrivals.put_nowait(error)
 
     def _spawn(self, work: Any) -> None:
@@ -304,6 +328,28 @@ def _reason_not_to_wait(run: Any) -> ApiError | None:
     reason = run.pending_reason
     if run.status == "pending" and reason is not None and reason["code"] not in _WAITS:
         return ApiError(503, reason["code"], reason["message"], headers=_RETRY)
+    return None
+
+
+def _waited_too_long(open_question: _OpenQuestion, run: Any, *, is_alive: bool) -> ApiError | None:
+    """Return the error of a question whose run waits behind others, or is running on a worker that is away."""
+    now = time.monotonic()
+    if run.status != "pending":
+        open_question.pending_since = None
+    elif open_question.pending_since is None:
+        open_question.pending_since = now
+    elif now - open_question.pending_since > _PENDING_SECONDS:
+        if run.pending_reason is not None:
+            return ApiError(503, "serving_waits", run.pending_reason["message"], headers=_RETRY)
+        message = f"Serving run {run.id} waits for a device: `anneal runs list` shows what comes before it; ask later."
+        return ApiError(503, "serving_waits", message, headers=_RETRY)
+    if run.status != "running" or is_alive or open_question.attempt is not None:
+        open_question.unserved_since = None
+    elif open_question.unserved_since is None:
+        open_question.unserved_since = now
+    elif now - open_question.unserved_since > _UNSERVED_SECONDS:
+        message = f"The worker of serving run {run.id} takes no questions now: ask again."
+        return ApiError(503, "serving_lost", message, headers=_RETRY)
     return None
 
 

@@ -337,6 +337,46 @@ class TestEnd:
         finally:
             open_questions.most_open = before
 
+    def test_key_has_a_part_of_the_answers_of_a_model_and_another_key_is_answered(
+        self, emptied_api: ApiServer, engine: Engine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(emptied_api.application.state.questions, "most_open", 12)  # type: ignore[attr-defined]
+        other = emptied_api.client.post("/v1/keys", json={"name": "other", "scopes": ["read", "write"]}).json()
+        ask(n=2)
+        with serving(emptied_api, engine) as process, client_of(emptied_api, other["key"], max_retries=0) as client:
+            first = process.next_question()
+            assert refused(ask(n=2)) == (429, "too_many_questions")
+            last = ask()
+            second = process.next_question()
+            assert refused(ask()) == (429, "too_many_questions")
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(lambda: client.chat.completions.create(model="tiny", messages=HELLO))
+                process.write(process.next_question(), "x")
+                assert answer.result(timeout=30).choices
+            process.write(second, "x")
+            last.result(timeout=30)
+            for choice in range(2):
+                process.write(first, "x", choice=choice)
+
+    @pytest.mark.parametrize("streams", [False, True])
+    def test_question_to_a_run_that_stays_behind_others_ends_with_what_to_do(
+        self, emptied_api: ApiServer, engine: Engine, ask: Ask, streams: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(questions, "_PENDING_SECONDS", 0.3)
+        answer = ask(stream=streams)
+        error = answer.exception(timeout=30)
+        assert isinstance(error, openai.APIStatusError) and "`anneal runs list`" in str(error), error
+        assert refused(answer) == (503, "serving_waits") and error.response.headers["retry-after"] == "5"
+
+    def test_question_that_the_worker_of_a_running_run_does_not_take_ends(
+        self, emptied_api: ApiServer, engine: Engine, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(questions, "_UNSERVED_SECONDS", 0.3)
+        answer = ask()
+        (run,) = eventually(lambda: serving_runs(engine), what="a serving run")
+        Trainer(engine, run.id).begin(total=None)
+        assert refused(answer) == (503, "serving_lost")
+
     @pytest.mark.parametrize("streams", [False, True])
     def test_client_that_goes_away_frees_its_place(
         self, emptied_api: ApiServer, engine: Engine, ask: Ask, streams: bool
