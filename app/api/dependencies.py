@@ -71,7 +71,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
 def _parameters_of(route: Any) -> frozenset[str]:
     if (parameters := _parameters.get(route.endpoint)) is None:
         documented = (getattr(route, "openapi_extra", None) or {}).get("parameters", ())
-        objects = {f"{one['name']}[" for one in documented if one.get("style") == "deepObject"}
+        objects = {f"{it['name']}[" for it in documented if it.get("style") == "deepObject"}
         parameters = _parameters[route.endpoint] = frozenset(_query_parameters(route.dependant) | objects)
     return parameters
 
