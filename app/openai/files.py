@@ -36,7 +36,12 @@ _CALL = "/openai/v1/files"
     responses={415: {"description": "The body is not multipart/form-data."}},
 )
 async def upload_file(
-    request: Request, response: Response, caller: CurrentCaller, settings: CurrentSettings, storage: CurrentStorage
+    request: Request,
+    response: Response,
+    caller: CurrentCaller,
+    settings: CurrentSettings,
+    storage: CurrentStorage,
+    after_response: BackgroundTasks,
 ) -> FileObject:
     """Upload a file of rows to train or evaluate on. It is stored as a dataset only if every row is valid."""
     sessions, content_type = request.app.state.sessions, request.headers.get("content-type", "")
@@ -47,7 +52,8 @@ async def upload_file(
     Idempotency.from_header(request.headers.get("idempotency-key"), "", b"")
     with storage.staging_folder() as folder:
         received = await receive_upload(content_type, request.stream(), folder, settings, None, _FORM)
-        idempotency = await find_idempotency(request, caller.key_id, _CALL, received.digest.encode())
+        content = received.digest.encode()
+        idempotency = await find_idempotency(request, caller.key_id, _CALL, content, after_response)
         dataset = await service.store_dataset(
             sessions, storage, received, caller.key_id, idempotency, call_of(request.scope)
         )

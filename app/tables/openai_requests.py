@@ -19,3 +19,5 @@ class OpenAIRequest(Base):
     """SHA-256 of the call and of its content."""
     idempotency_key: Mapped[str]
     arrived_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    answered_at: Mapped[datetime | None]
+    """Time at which the newest response was sent; None: there was none yet, or it was an error."""

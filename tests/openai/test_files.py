@@ -265,7 +265,7 @@ class TestRetry:
                 upload(client, lines(TOOLS))
         assert reused.value.code == "idempotency_key_reused"
 
-    def test_retry_of_another_key_or_after_half_an_hour_is_a_new_upload(
+    def test_retry_of_another_key_or_a_minute_after_the_answer_is_a_new_upload(
         self, emptied_api: ApiServer, client: openai.OpenAI, engine: Engine
     ) -> None:
         first = upload(client, lines(CHAT))
@@ -278,11 +278,22 @@ class TestRetry:
         assert repeat(client) == first.id
         with client_of(emptied_api, emptied_api.key_with(["write", "read"])) as other:
             assert repeat(other) != first.id
+        unanswered = text("SELECT 1 FROM openai_requests WHERE answered_at IS NULL")
+        ids = {first.id}
+        for column, minutes in (("answered_at", 2), ("arrived_at", 31)):
+            with engine.connect() as connection:
+                eventually(lambda: connection.execute(unanswered).first() is None, what="the answer is recorded")
+            past = f"{column} = now() - interval '{minutes} min'"
+            with engine.begin() as connection:
+                connection.execute(text(f"UPDATE openai_requests SET {past}"))
+            ids.add(repeat(client))
         with engine.begin() as connection:
-            connection.execute(text("UPDATE openai_requests SET arrived_at = now() - interval '31 min'"))
-        assert repeat(client) != first.id
+            connection.execute(
+                text("UPDATE openai_requests SET answered_at = NULL, arrived_at = now() - interval '9 min'")
+            )
+        assert repeat(client) in ids and len(ids) == 3, "a request without an answer is repeated"
         with engine.connect() as connection:
-            assert len(connection.execute(select(Dataset.id)).all()) == 3
+            assert len(connection.execute(select(Dataset.id)).all()) == 4
 
 
 async def test_asynchronous_client_uploads_lists_and_deletes(emptied_api: ApiServer) -> None:

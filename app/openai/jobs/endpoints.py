@@ -49,7 +49,8 @@ Transaction = Annotated[RunTransaction, Depends(_transaction, scope="function")]
 @router.post("")
 async def create_job(body: JobCreate, request: Request, response: Response, transaction: Transaction) -> JobObject:
     """Create a fine-tuning job: a run that trains the model on a file."""
-    idempotency = await find_idempotency(request, str(transaction.caller_id), _CALL, await request.body())
+    content, after_commit = await request.body(), transaction.after_commit
+    idempotency = await find_idempotency(request, str(transaction.caller_id), _CALL, content, after_commit)
     backend = backend_or_default(request, body.anneal.backend)
     run = await creation.create_job(replace(transaction, idempotency=idempotency), backend, body)
     response.headers["Location"] = f"{_CALL}/{to_openai_id(run.id)}"
