@@ -5,11 +5,11 @@ from typing import Any
 
 import openai
 import pytest
-from sqlalchemy import Engine, insert
+from sqlalchemy import Engine, func, insert, select, text, update
 
 from app.infra.ids import new_id
 from app.openai.ids import to_native_id, to_openai_id
-from app.tables.runs import AttemptTimings
+from app.tables.runs import AttemptTimings, Run
 from tests.app.uploads import lines
 from tests.factories import Trainer, make_dataset, make_run
 from tests.openai.conftest import client_of
@@ -17,6 +17,7 @@ from tests.openai.test_errors import error_of
 from tests.openai.test_files import CHAT, upload
 from tests.rows import add_run
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -172,6 +173,34 @@ class TestCancel:
         id = jobs.create().id
         assert client.fine_tuning.jobs.pause(id).status == "paused"
         assert client.fine_tuning.jobs.cancel(id).status == "cancelled"
+        with pytest.raises(openai.ConflictError, match="was cancelled"):
+            client.fine_tuning.jobs.resume(id)
+
+    def test_resumed_job_that_a_pause_ends_during_the_request_is_cancelled(
+        self, api: ApiServer, client: openai.OpenAI, jobs: Jobs, engine: Engine
+    ) -> None:
+        id = jobs.create().id
+        client.fine_tuning.jobs.pause(id)
+        client.fine_tuning.jobs.resume(id)
+        run_id = newest_run(api, id)["id"]
+        Trainer(engine, run_id).begin()
+        client.fine_tuning.jobs.pause(id)
+
+        def is_waiting() -> bool:
+            waits = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            with engine.connect() as connection:
+                return connection.execute(text(waits)).first() is not None
+
+        with ThreadPoolExecutor(1) as pool, engine.connect() as ending:
+            ending.execute(select(Run.id).where(Run.id == run_id).with_for_update())
+            answer = pool.submit(client.fine_tuning.jobs.cancel, id)
+            eventually(is_waiting, what="the request waits for the run")
+            ended = update(Run).where(Run.id == run_id)
+            ending.execute(
+                ended.values(status="cancelled", finished_at=func.now(), lease_owner=None, lease_expires_at=None)
+            )
+            ending.commit()
+            assert answer.result().status == "cancelled"
         with pytest.raises(openai.ConflictError, match="was cancelled"):
             client.fine_tuning.jobs.resume(id)
 

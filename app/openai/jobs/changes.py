@@ -26,12 +26,14 @@ async def cancel_job(transaction: RunTransaction, backends: Backends, job_id: st
     if status == "cancelled":
         return
     _refuse_ended(job_id, status, "cancelled")
+    if status != "paused":
+        await backends(job.backend).stop_run(transaction, job.run_id, "discard")
+        # Only the first run was locked: a pause may have ended the newest one before the stop, which then did nothing.
+        status = job_status(await find_job(transaction.session, job_id))
     if status == "paused":
         # Its run has ended, so that the stop mode is all that distinguishes it from a job that can be resumed.
         paused = (Run.id == job.run_id, Run.status == "cancelled")
         await transaction.session.execute(update(Run).where(*paused).values(stop_mode="discard"))
-    else:
-        await backends(job.backend).stop_run(transaction, job.run_id, "discard")
 
 
 async def pause_job(transaction: RunTransaction, backends: Backends, job_id: str) -> None:
