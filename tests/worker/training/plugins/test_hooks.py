@@ -213,9 +213,8 @@ def stub(tmp_path: Path, **extra: Any) -> Any:
     gone = {"path": tmp_path / "gone" / "checkpoint-1", "step": 1, "manifest_sha256": ""}
     job = make_spec(tmp_path, dataset=dataset, resume_from=gone)
     run = types.SimpleNamespace(
-        is_inference=False,
-        config=config, folder=tmp_path, job=job, resume_from=job.resume_from, report=Reporter(None), ranks=Ranks(),
-        raise_if_stopped=lambda: None,
+        is_inference=False, raise_if_stopped=lambda: None, report=Reporter(None), ranks=Ranks(),
+        config=config, folder=tmp_path, job=job, dataset=job.dataset, resume_from=job.resume_from,
     )  # fmt: skip
     arguments = types.SimpleNamespace(learning_rate=0.1, weight_decay=0.01, get_warmup_steps=lambda steps: 0)
     return types.SimpleNamespace(run=run, args=arguments, get_decay_parameter_names=lambda model: ["weight"])
