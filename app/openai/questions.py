@@ -165,7 +165,7 @@ class Questions:
         raise ApiError(
             503,
             "serving_failed",
-            f"{_TRIES} serving runs of the model have ended before they answered: GET /v1/runs?task=serve shows why.",
+            f"{_TRIES} serving runs of the model have ended before they answered: GET /v1/runs lists them.",
             headers=_NO_RETRY,
         )
 

@@ -30,7 +30,9 @@ def client(stack: TrainingStack) -> Iterator[openai.OpenAI]:
 def create(stack: TrainingStack, client: openai.OpenAI, **config: Any) -> str:
     rows = stack.client.get(f"/v1/datasets/{stack.chats}/content").content
     file = client.files.create(file=("chats.jsonl", rows), purpose="fine-tune")
-    native = {name: value for name, value in {**QLORA, **config}.items() if name != "base_model"}
+    # The undisturbed run learns all text; jobs on chats learn the answers unless they say otherwise.
+    fields = {**QLORA, "loss_on": "all", **config}
+    native = {name: value for name, value in fields.items() if name != "base_model"}
     anneal = {"config": native}
     return client.fine_tuning.jobs.create(model="tiny", training_file=file.id, extra_body={"anneal": anneal}).id
 

@@ -195,7 +195,7 @@ def import_archive(
     What is here already stays as it is, so that an archive can be imported again. An id that belongs to something else
     here is an error, and nothing is imported. Exit code 1 also if the archive lacks files that its runs list.
 
-    Example: `anneal import llama.tar`
+    Example: `anneal import archive llama.tar`, or `anneal import llama.tar` for short
     """
     from app.backup.archive_import import ImportJob
     from app.infra.files.unfinished_restore import refuse_unfinished_restore

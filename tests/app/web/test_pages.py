@@ -296,6 +296,7 @@ class TestWebhooks:
         assert (changed["url"], changed["types"]) == (created["url"], ["end"])
         send = page.get_by_role("button", name="Send a test")
         page.get_by_role("button", name="Disable").click()
+        expect(page.get_by_role("button", name="Enable")).to_be_visible()
         expect(send).to_be_disabled()
         assert shared_api.client.get(path).json()["enabled"] is False
         page.get_by_role("button", name="Enable").click()

@@ -94,7 +94,7 @@ def test_table_of_answers_is_downloaded_by_its_ending(
 
 
 def test_requests_rows_and_options_of_the_guide_are_those_of_the_service() -> None:
-    row, request = (json.loads(block) for block in blocks_of("json"))
+    row, request, *_ = (json.loads(block) for block in blocks_of("json"))
     assert row.keys() == AnsweredRow.__annotations__.keys()
     PredictionCreate.model_validate(request)
     (sentence,) = re.findall(r"^`config` has (.*?)\. Anything", GUIDE, re.MULTILINE | re.DOTALL)
