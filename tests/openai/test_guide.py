@@ -63,7 +63,7 @@ def api(emptied_api: ApiServer) -> ApiServer:
 
 
 def arguments(client: openai.OpenAI) -> dict[str, Callable[[Any], Any]]:
-    """How each call is made: a function of its method."""
+    """Methods of the client by the call that they send."""
     file_id = upload(client, lines(CHAT)).id
     unused = upload(client, lines(CHAT)).id
 

@@ -307,8 +307,8 @@ class TestEvents:
         client.fine_tuning.jobs.resume(id)
         Trainer(engine, newest_run(api, id)["id"]).begin().fail("bad_data", "Row 3 has no answer.")
         events = [*client.fine_tuning.jobs.list_events(id)][::-1]
-        told = [(event.level, event.type, event.message) for event in events]
-        assert told == [
+        lines = [(event.level, event.type, event.message) for event in events]
+        assert lines == [
             ("info", "message", "The job is queued."),
             ("info", "message", "A worker prepares the training."),
             ("info", "message", "The training has started."),

@@ -27,7 +27,7 @@ class Prompt:
     ids: Ints | None
     """Tokens; None: the model cannot answer."""
     received: str | Messages = ""
-    """What the model receives: `content`, with the system message of the options if it has none."""
+    """Messages for the model: `content`, with the system message of the options if it has none."""
     problem: str | None = None
     """Reason why the model cannot answer."""
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from anneal.contracts.attempt.answers import ToolCall
 
 _INCOMPLETE = "\ufffd"
-"""What a decoder returns for bytes that are no character, such as the first bytes of one."""
+"""Character that a decoder returns for bytes that are no character, such as an incomplete one."""
 
 
 class TextStream:
