@@ -15,7 +15,7 @@ comma := ,
 # Where this is set, every process would compile PyTorch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo up test test-all lint lint-python lint-web format format-python format-web checked browser bench venv chaos mutants fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check manifests
+.PHONY: demo up test test-all lint lint-python lint-web format format-python format-web checked browser bench venv chaos mutants properties fuzz resume-matrix methods estimates planner prediction docs reference pictures vendor soak gpu-check manifests
 
 demo: $(SERVICE)  ## fine-tune a small model through the service and watch; MODEL=<hub name> for another
 	@$(BIN)/anneal demo $(if $(MODEL),--model '$(MODEL)')
@@ -32,9 +32,9 @@ else
 endif
 
 # Before a release: also every combination of method, adapter and place, every tracker, and all campaigns.
-test-all: checked browser $(INTEGRATIONS) .venv/.bench  ## every test, then resume-matrix, chaos, fuzz and mutants
+test-all: checked browser $(INTEGRATIONS) .venv/.bench  ## every test, then properties, resume-matrix, chaos, fuzz and mutants
 	@$(BIN)/python -m pytest -n auto -m ''
-	@$(MAKE) --no-print-directory resume-matrix chaos fuzz mutants
+	@$(MAKE) --no-print-directory properties resume-matrix chaos fuzz mutants
 
 # A machine that cannot have one runs the other tests, and says so at the end. REQUIRED=browser demands one.
 browser: $(READY)
@@ -76,6 +76,9 @@ chaos: $(READY)  ## break everything for ROUNDS=200 rounds; SEED=7 replays a sch
 
 mutants: $(READY)  ## build in known bugs, one at a time, and see each caught; ONLY='late-acks' for one
 	@$(BIN)/python -m tests.mutants $(ONLY)
+
+properties: $(READY)  ## the property tests with 25 times the examples of the suite, new ones in every run; ARGS='-k upload' for a part
+	@HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n auto -m 'hypothesis and not full' $(ARGS)
 
 fuzz: $(READY)  ## CASES=10000 requests that the API's own description allows, or nearly; SEED=7 makes the same ones
 	@$(BIN)/python -m tests.fuzz $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED))

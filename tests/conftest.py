@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 import redis
+from hypothesis import settings
 from psycopg import sql
 from sqlalchemy import Engine
 from sqlalchemy.engine import make_url
@@ -31,6 +32,7 @@ from tests import clusters, programs
 from tests.databases import SpareDatabases, delete_rows
 from tests.nodes import ROOT
 from tests.not_run import NotRun
+from tests.properties import SUITE_PROFILE
 from tests.scheduling import (
     FIRST,
     pytest_xdist_auto_num_workers,
@@ -52,6 +54,8 @@ _REDIS_DATABASES = 512
 _WAIT = ("e2e", "chaos", "reliability", "web")
 _COMPUTE = ("training", "worker", "mutants", "test_fuzz.py")
 """Names of folders and files, those first that take longest in one process."""
+
+settings.load_profile(SUITE_PROFILE)
 
 # A shell without job control starts background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -172,7 +172,7 @@ def test_invalid_count_is_refused(text: str) -> None:
 @given(
     st.sampled_from(COUNTS).flatmap(lambda name: st.tuples(st.just(name), st.from_regex(form(name), fullmatch=True)))
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_the_description_allows_is_read_or_out_of_range_or_no_whole_number(case: tuple[str, str]) -> None:
     for _, code, message in sentences(**dict([case])):
         assert code == "out_of_range" or "is not a whole number" in message

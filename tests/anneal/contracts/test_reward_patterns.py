@@ -71,7 +71,7 @@ def test_a_pattern_that_is_too_long_is_not_compiled(keyword: str) -> None:
 
 
 @given(st.dictionaries(WORDS, VALUES), st.text(max_size=20))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_no_schema_however_odd_raises(schema: dict[str, Any], pattern: str) -> None:
     assert schema_error(schema) != ""
     assert pattern_error(pattern) != ""

@@ -328,7 +328,7 @@ class TestRewards:
         assert metric_names(rewards) == ["length", "regex", "length_2", "length_3"]
 
     @given(st.lists(st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, VALUES))))
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_no_reward_however_odd_raises_and_what_is_said_of_it_is_json(self, rewards: list[dict[str, Any]]) -> None:
         reported = config_errors({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
         json.dumps([problem.model_dump() for problem in reported], ensure_ascii=False).encode()

@@ -286,7 +286,7 @@ class TestEachFieldIsChecked:
         assert len(codes({f"wrong{n}": n for n in range(1000)})) == 200
 
     @given(CONFIGS)
-    @settings(deadline=None, max_examples=100)
+    @settings(max_examples=100)
     def test_no_json_object_however_odd_raises_and_what_is_said_of_it_is_json(self, config: dict[str, Any]) -> None:
         errors = config_errors(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
         json.dumps([problem.model_dump() for problem in errors], ensure_ascii=False).encode()

@@ -1,7 +1,7 @@
 """Any order of calls, alone or two at once, by workers who are right or out of date: the database does what it must.
 
 A model in memory (tests/app/runs/state/model.py) says before each call what has to come of it; afterwards every run,
-event, attempt and device is compared. `HYPOTHESIS_PROFILE=long` tries many more examples.
+event, attempt and device is compared. `make properties` tries many more examples.
 """
 
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ def tokens_of(packs: Packs, lengths: list[int], strategy: str) -> list[list[int]
 
 
 class TestAsTrl:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(room=ROOMS, lengths=st.data())
     def test_best_fit_makes_the_same_packs(self, room: int, lengths: st.DataObject) -> None:
         drawn = lengths.draw(st.lists(st.integers(1, room), min_size=1, max_size=80))
@@ -57,7 +57,7 @@ class TestAsTrl:
         parts = [packs.order[one:other] for one, other in pairwise(packs.texts)]
         assert [np.array(lengths)[part].tolist() for part in parts] == seq_lengths
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(room=ROOMS, lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60))
     def test_a_stream_is_cut_in_the_same_places_and_knows_its_texts(self, room: int, lengths: list[int]) -> None:
         theirs, _ = as_trl_packs(lengths, room, "wrapped")

@@ -136,7 +136,7 @@ WORDS = st.lists(st.sampled_from(["the", "row", "of", "a", "model", "42", "Ça",
 
 
 @given(WORDS, WORDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rouge_l_is_that_of_the_library(text: str, reference: str) -> None:
     expected = RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure
     assert _comparisons()["rouge_l"](text, reference) == expected
