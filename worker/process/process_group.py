@@ -123,7 +123,7 @@ def _session_members(leader: ProcessIdentity) -> Iterator[int]:
 
 
 def _is_member(stat: ProcessStat, leader: ProcessIdentity) -> bool:
-    return stat.session == leader.pid and stat.start_time >= leader.start_time and stat.state not in "ZX"
+    return stat.session == leader.pid and stat.start_time >= leader.start_time and not stat.has_ended
 
 
 def _kill_member(pid: int, leader: ProcessIdentity) -> bool:

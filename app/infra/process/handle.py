@@ -134,7 +134,7 @@ class PolledHandle(ProcessHandle):
 
     def _has_ended(self) -> bool:
         stat = process_stat(self._pid)
-        return stat is None or stat.start_time != self._start_time or stat.state in "ZX"
+        return stat is None or stat.start_time != self._start_time or stat.has_ended
 
     def reap(self) -> Any:
         return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG)

@@ -24,6 +24,12 @@ class ProcessStat:
     session: int
     start_time: int
     """Clock ticks since boot."""
+    threads: int
+
+    @property
+    def has_ended(self) -> bool:
+        """True once all its threads have; the state is that of the first, a zombie while others still run."""
+        return self.state in "ZX" and self.threads <= 1
 
 
 def process_stat(pid: int) -> ProcessStat | None:
@@ -33,7 +39,13 @@ def process_stat(pid: int) -> ProcessStat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(")") + 2 :].split()  # the name in parentheses may hold anything
-    return ProcessStat(state=fields[0], parent=int(fields[1]), session=int(fields[3]), start_time=int(fields[19]))
+    return ProcessStat(
+        state=fields[0],
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        threads=int(fields[17]),
+        start_time=int(fields[19]),
+    )
 
 
 def start_time(pid: int) -> int:
@@ -75,6 +87,6 @@ class ProcessIdentity:
 
     @property
     def exists(self) -> bool:
-        """True if this very process still exists (on this boot, in this namespace) and is not a zombie."""
+        """True if this very process still exists (on this boot, in this namespace) and has a thread left."""
         stat = process_stat(self.pid) if self.is_near else None
-        return stat is not None and stat.start_time == self.start_time and stat.state not in "ZX"
+        return stat is not None and stat.start_time == self.start_time and not stat.has_ended

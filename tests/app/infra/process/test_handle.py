@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import select
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from app.infra.process.handle import PidfdHandle, PolledHandle, ProcessHandle
-from app.infra.process.identity import start_time
+from app.infra.process.identity import ProcessIdentity, process_stat, start_time
 from tests.nodes import ROOT
+from tests.waiting import eventually
 from worker.process.child import open_descriptors
+from worker.process.process_group import kill_session
 
 Open = Callable[[int], ProcessHandle]
 
@@ -47,6 +50,37 @@ def test_end_of_a_process_makes_its_handle_readable_and_is_reaped_once(
         assert not handle.send_signal(signal.SIGTERM) and handle.wait()
         with pytest.raises(ChildProcessError):
             handle.reap()
+
+
+@pytest.fixture
+def process_without_first_thread() -> Iterator["subprocess.Popen[bytes]"]:
+    """A session leader that the system calls a zombie, although a thread of it runs."""
+    program = "import ctypes, threading; threading.Thread(target=input).start(); ctypes.CDLL(None).syscall(EXIT, 0)"
+    number = {"x86_64": "60", "aarch64": "93"}[platform.machine()]
+    arguments = [sys.executable, "-c", program.replace("EXIT", number)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True) as process:
+        eventually(lambda: _state_of(process.pid) == "Z")
+        yield process
+        process.kill()
+
+
+def _state_of(pid: int) -> str:
+    stat = process_stat(pid)
+    return stat.state if stat is not None else ""
+
+
+def test_process_has_not_ended_while_a_thread_of_it_runs(
+    open_handle: Open, process_without_first_thread: "subprocess.Popen[bytes]"
+) -> None:
+    pid = process_without_first_thread.pid
+    identity = ProcessIdentity.of_process(pid, start_time(pid))
+    with open_handle(pid) as handle:
+        assert not select.select([handle], [], [], 0.1)[0] and not handle.wait() and handle.reap() is None
+        assert identity.exists
+        assert kill_session(identity, handle) == [pid]
+        assert not identity.exists and handle.wait()
+        assert handle.reap().si_status == signal.SIGKILL
+        process_without_first_thread.returncode = -signal.SIGKILL
 
 
 @pytest.mark.needs("root")
