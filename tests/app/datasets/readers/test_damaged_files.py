@@ -83,7 +83,7 @@ def in_any_pieces(kind: type[ArrayReader] | type[TableReader], whole: bytes, bor
 @example(whole=b'[{"text": "' + b"x" * _MOST_ROW + b'"}]}', borders=[])
 @example(whole=b'[{"text": "' + b"x" * _MOST_ROW + b'"} {"x": ' + b"[" * 3000, borders=[])
 @example(whole=b" " * 5000 + b'[{"text": "a"}]', borders=[])
-@examples(200)
+@examples(100)
 def test_an_array_is_taken_exactly_when_a_strict_parser_takes_it(whole: bytes, borders: list[int]) -> None:
     reported = in_any_pieces(ArrayReader, whole, borders)
     try:
@@ -129,7 +129,7 @@ def test_a_table_comes_back_as_it_was_written(table: list[tuple[str, str]], end:
     ),
     borders=_BORDERS,
 )  # fmt: skip
-@examples(200)
+@examples(100)
 def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list[int]) -> None:
     reported = in_any_pieces(TableReader, header + b"\n" + body, borders)
     for row in reported:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from app.runs.queue.fit import Fleet
 from app.runs.queue.forecast import predict_starts
@@ -14,6 +14,7 @@ from app.runs.queue.holds import QuotaUse, StoredHolds
 from app.runs.queue.policy import Assignment, Claim, Plan, Snapshot, TrainingRun, WaitingRun, order_key, schedule
 from tests.app.runs.queue.queues import UNKNOWN, BusyWorker, in_order, snapshot, waiting, worker
 from tests.app.runs.queue.test_policy import free_devices, placements, quota_use, snapshots
+from tests.properties import examples
 
 NOW = 1_800_000_000.0
 
@@ -63,7 +64,7 @@ def started(queue: Snapshot, assignment: Assignment) -> Snapshot:
 
 
 @given(snapshots())
-@settings(max_examples=300)
+@examples(100)
 def test_a_claim_takes_free_devices_of_its_worker_and_stays_within_quotas(queue: Snapshot) -> None:
     holds = stored(queue)
     for offer in queue.fleet.workers:
@@ -79,7 +80,7 @@ def test_a_claim_takes_free_devices_of_its_worker_and_stays_within_quotas(queue:
 
 
 @given(snapshots(ends=(5.0, 30.0)))
-@settings(max_examples=300)
+@examples(100)
 def test_claims_of_all_workers_do_not_delay_the_first_run_that_holds_workers(queue: Snapshot) -> None:
     plan = schedule(queue)
     if not plan.holds:
@@ -98,7 +99,7 @@ def test_claims_of_all_workers_do_not_delay_the_first_run_that_holds_workers(que
 
 
 @given(snapshots())
-@settings(max_examples=300)
+@examples(100)
 def test_the_first_run_is_claimed_by_each_worker_on_which_it_can_start(queue: Snapshot) -> None:
     due = [run for run in queue.waiting if run.not_before <= 0]
     if not due:

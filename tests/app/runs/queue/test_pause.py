@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from sqlalchemy import Engine, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
@@ -24,6 +24,7 @@ from app.runs.queue.pause.service import pause_queue, resume_queue
 from app.runs.queue.policy import Snapshot, schedule
 from app.runs.queue.snapshot import read_forecast
 from tests.app.runs.queue.test_policy import snapshots
+from tests.properties import examples
 from tests.rows import add_run, add_worker, claim, run_row, stored_holds
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -32,7 +33,7 @@ PAUSE = Pause(datetime(2026, 1, 2, tzinfo=UTC), "ada", "new cooling")
 
 
 @given(snapshots())
-@settings(max_examples=60)
+@examples(40)
 def test_no_run_starts_while_the_queue_is_paused_and_the_first_that_waits_for_devices_holds_them(
     queue: Snapshot,
 ) -> None:
