@@ -35,6 +35,7 @@ def test_every_dependency_that_is_declared_is_pinned_within_its_bounds() -> None
         PROJECT["optional-dependencies"]["otel"],
         PROJECT["optional-dependencies"]["ray"],
         PROJECT["optional-dependencies"]["torchao"],
+        PROJECT["optional-dependencies"]["gguf"],
         [text for text in PROJECT["optional-dependencies"]["dev"] if not text.startswith("anneal")],
         [text for text in PROJECT["optional-dependencies"]["integrations"] if not text.startswith("anneal")],
         PROJECT["optional-dependencies"]["docs"],
