@@ -16,6 +16,8 @@ import { ResumeDialog } from './resume.js';
 /** @import * as api from '../api_types.js' */
 
 const KIND_LABELS = { periodic: 'periodic', stop: 'at a stop', best: 'best evaluation', final: 'last step' };
+/** Usual types of the weights of a GGUF file; the API and `anneal runs export` take all that llama.cpp has. */
+const GGUF_TYPES = ['Q4_K_M', 'Q5_K_M', 'Q6_K', 'Q8_0', 'F16', 'BF16'];
 const LIVE = new Set(['pending', 'initializing', 'running', 'checkpointing']);
 
 /** @param {{ store: import('../run_store.js').RunStore }} props */
@@ -135,9 +137,11 @@ function ExportDialog({ run, checkpoint, onClose }) {
   const navigate = useNavigation();
   const isAdapter = run.config.method !== 'full' && (run.effective_config ?? run.config).lora_r != null;
   const [output, setOutput] = useState(run.config.output ?? 'adapter');
+  const [gguf, setGguf] = useState('');
+  const isWhole = !isAdapter || output === 'merged';
   const exportCheckpoint = async () => {
     const path = `/v1/runs/${run.id}/checkpoints/${checkpoint.id}/export`;
-    const body = isAdapter ? { output } : {};
+    const body = { ...(isAdapter && { output }), ...(isWhole && gguf && { gguf }) };
     const exportRun = await post(path, body, { 'Idempotency-Key': createIdempotencyKey() });
     navigate(`/runs/${exportRun.id}`);
   };
@@ -156,6 +160,14 @@ function ExportDialog({ run, checkpoint, onClose }) {
         <option value="adapter">Adapter</option>
         <option value="merged">Merged into the base model</option>
       </select>
+    </div>`}
+    ${isWhole && html`<div class="f">
+      <label for="gguf">GGUF file</label>
+      <select id="gguf" value=${gguf} onChange=${(/** @type {any} */ event) => setGguf(event.target.value)}>
+        <option value="">${run.config.gguf ? `as the run (${run.config.gguf})` : 'none'}</option>
+        ${GGUF_TYPES.map((type) => html`<option value=${type}>${type}</option>`)}
+      </select>
+      <p class="hint">For Ollama, llama.cpp and LM Studio, with a Modelfile; Q4_K_M is the usual type.</p>
     </div>`}
   <//>`;
 }
