@@ -131,6 +131,8 @@ class Settings(HomeSettings):
     gguf_converter: Path | None = None
     """Path of llama.cpp's converter of Hugging Face models on this worker (`…/llama.cpp/convert_hf_to_gguf.py`), or of
     a program that starts it; unset: runs with `gguf` are refused."""
+    gguf_quantizer: Path | None = None
+    """Path of llama.cpp's `llama-quantize` on this worker; unset: `build/bin/llama-quantize` beside the converter."""
     otlp_endpoint: str | None = None
     """URL of an OpenTelemetry collector that receives traces over HTTP (`http://collector:4318`); unset: no traces."""
     ray_url: str | None = None
@@ -291,6 +293,8 @@ class Settings(HomeSettings):
         object.__setattr__(self, "models_root", (self.models_root or home / "models").expanduser().absolute())
         if self.gguf_converter is not None:
             object.__setattr__(self, "gguf_converter", self.gguf_converter.expanduser().absolute())
+            quantizer = self.gguf_quantizer or self.gguf_converter.parent / "build" / "bin" / "llama-quantize"
+            object.__setattr__(self, "gguf_quantizer", quantizer.expanduser().absolute())
         if self.cache is not None:
             object.__setattr__(self, "cache", self.cache.expanduser().absolute())
         if self.storage_url is None:

@@ -19,6 +19,9 @@ import pytest
 
 from tests import chromium, small_disk
 
+LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", "/opt/llama.cpp"))
+"""Clone of llama.cpp for the tests that need its programs."""
+
 
 def _no_browser() -> str | None:
     if chromium.find_chromium() is not None:
@@ -61,6 +64,12 @@ def _no_liger() -> str | None:
     return "liger-kernel and triton: install `.[kernels-liger]` where torch is the one for NVIDIA GPUs"
 
 
+def _no_llama_cpp() -> str | None:
+    if (LLAMA_CPP / "convert_hf_to_gguf.py").is_file() and (LLAMA_CPP / "build/bin/llama-quantize").is_file():
+        return None
+    return "llama.cpp: name a clone of it, with `llama-quantize` built in `build`, in LLAMA_CPP"
+
+
 NEEDS: Mapping[str, Callable[[], str | None]] = {
     "browser": _no_browser,
     "network namespaces": _no_network_namespaces,
@@ -69,6 +78,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "liger-kernel": _no_liger,
     "systemd": _no_systemd,
     "helm": _no_helm,
+    "llama.cpp": _no_llama_cpp,
 }
 """For each need, a function that returns why it is not met and how to meet it, or None if it is met."""
 

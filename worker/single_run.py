@@ -129,6 +129,7 @@ def _needs_if_waiting(context: WorkerContext, run_id: str, lease_epoch: int) -> 
 def _worker_offer(context: WorkerContext) -> WorkerOffer:
     """Return what this worker has, in the terms of the queue."""
     devices = context.machine.devices
+    programs = registration.find_gguf_programs(context.settings)
     return WorkerOffer(
         context.id,
         frozenset(context.backends),
@@ -137,7 +138,8 @@ def _worker_offer(context: WorkerContext) -> WorkerOffer:
         tuple(DeviceOffer(device.memory_bytes // 2**20) for device in devices),
         frozenset(context.settings.labels),
         context.name,
-        registration.has_gguf_converter(context.settings.gguf_converter),
+        programs["gguf"],
+        programs["gguf_quantizer"],
     )
 
 

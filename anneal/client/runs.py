@@ -473,7 +473,8 @@ class Runs(ApiResource[M]):
     ) -> RunRead:
         """Create a run whose output is the model of a checkpoint: the adapter, or `merged` into its base model.
 
-        With `gguf`, the output also has `model.gguf` with weights of this type.
+        With `gguf`, such as `Q4_K_M`, the output also has `model.gguf` with weights of this type, and an adapter is
+        merged unless `output` is `adapter`.
         """
         path = f"/runs/{run_id}/checkpoints/{checkpoint_id}/export"
         key = idempotency_key or str(uuid.uuid4())

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PlainSerializer, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PlainSerializer, StringConstraints
+from pydantic_core import PydanticCustomError
 
 JsonObject = dict[str, JsonValue]
 """JSON object with names that its sender chooses."""
@@ -29,8 +30,41 @@ ModelName = Annotated[
 
 PluginName = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.-]+$")]
 
-GgufType = Literal["f32", "f16", "bf16", "q8_0"]
-"""Data types of the weights in a GGUF file, by their names in llama.cpp's converter."""
+GgufTypeName = Literal[
+    "Q4_K_M", "Q4_K_S", "Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "F16", "BF16", "F32",
+    "Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ3_S", "IQ3_M", "IQ4_XS", "IQ4_NL",
+    "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "MXFP4_MOE",
+]  # fmt: skip
+"""Types of llama.cpp's quantizer by its names, the usual one first."""
+
+NEED_IMPORTANCE_MATRIX = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")
+"""Types that the quantizer refuses without an importance matrix."""
+GGUF_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+_WITHOUT_QUANTIZER = ("F32", "F16", "BF16", "Q8_0")
+
+
+def _normalize_type(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    name = value.upper()
+    if name in NEED_IMPORTANCE_MATRIX:
+        raise PydanticCustomError(
+            "needs_importance_matrix",
+            "is `{name}`, which llama.cpp writes only with an importance matrix, and a run computes none; use `Q2_K`, "
+            "`IQ3_S` or a larger type",
+            {"name": name},
+        )
+    return GGUF_ALIASES.get(name, name)
+
+
+GgufType = Annotated[GgufTypeName, BeforeValidator(_normalize_type)]
+"""Type of the weights, in upper or lower case."""
+
+
+def needs_quantizer(gguf_type: str) -> bool:
+    """Return True if the converter alone does not write a type, whatever its case."""
+    return gguf_type.upper() not in _WITHOUT_QUANTIZER
+
 
 EvaluationSetName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
 """Name of an extra evaluation set, which is part of the names of its metrics: `eval_<name>_loss`."""

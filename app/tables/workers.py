@@ -42,6 +42,8 @@ class Worker(Base):
     """Digest of where it looks for models (`app.base_models.sources`); null if that is not known."""
     gguf: Mapped[bool] = mapped_column(server_default="false")
     """True if it has the converter of llama.cpp."""
+    gguf_quantizer: Mapped[bool] = mapped_column(server_default="false")
+    """True if it has the quantizer of llama.cpp, too."""
     group_address: Mapped[str | None]
     """Address at which processes of other hosts reach its training processes; null: it trains no run with others."""
     started_at: Mapped[datetime] = mapped_column(server_default=func.now())

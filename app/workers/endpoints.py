@@ -35,6 +35,7 @@ def _read_worker(presence: service.Presence) -> WorkerRead:
         packages=worker.packages,
         joins_hosts=worker.group_address is not None,
         gguf=worker.gguf,
+        gguf_quantizer=worker.gguf_quantizer,
         started_at=worker.started_at,
         heartbeat_at=worker.heartbeat_at,
         devices=[DeviceRead.model_validate(device) for device in presence.devices],

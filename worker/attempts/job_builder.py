@@ -118,6 +118,7 @@ def prepare_job(
             trust_remote_code=settings.trust_remote_code,
             hub_allowed=settings.allow_hub,
             gguf_converter=settings.gguf_converter,
+            gguf_quantizer=settings.gguf_quantizer,
             trackers=TrackerServers(mlflow_tracking_uri=settings.mlflow_tracking_uri, wandb_mode=wandb_mode()),
             worker=WorkerInfo(id=context.id, host=context.name),
         )

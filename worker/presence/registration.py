@@ -3,15 +3,16 @@
 import importlib.util
 import logging
 import math
+import os
 import time
 from importlib.metadata import entry_points, version
-from pathlib import Path
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from anneal.contracts.plugins import PLUGINS
 from anneal.contracts.training_config.optimizers import OPTIMIZERS
+from anneal.contracts.training_config.rules import INSTALL_GGUF_QUANTIZER
 from app.base_models import sources
 from app.config import Settings
 from app.estimator.activations import LIGER_PACKAGE
@@ -52,11 +53,21 @@ def installed_packages() -> list[str]:
     return sorted(package for package in known if importlib.util.find_spec(package.replace("-", "_")) is not None)
 
 
-def has_gguf_converter(converter: Path | None) -> bool:
-    """Return True if the converter that the operator names exists; log a warning if it does not."""
-    if converter is not None and not converter.is_file():
+def find_gguf_programs(settings: Settings) -> dict[str, bool]:
+    """Return which programs of llama.cpp this machine has; log a warning for one that is missing."""
+    converter, quantizer = settings.gguf_converter, settings.gguf_quantizer
+    if converter is None or quantizer is None:
+        return {"gguf": False, "gguf_quantizer": False}
+    converts, quantizes = converter.is_file(), quantizer.is_file() and os.access(quantizer, os.X_OK)
+    if not converts:
         log.warning("ANNEAL_GGUF_CONVERTER names %s, which is no file: runs with `gguf` are refused", converter)
-    return converter is not None and converter.is_file()
+    elif not quantizes:
+        log.warning(
+            "%s is no program: of GGUF files, this worker writes only F32, F16, BF16 and Q8_0. To write all types, %s",
+            quantizer,
+            INSTALL_GGUF_QUANTIZER,
+        )
+    return {"gguf": converts, "gguf_quantizer": converts and quantizes}
 
 
 def release_dead(connection: Connection, host: str) -> None:
@@ -176,7 +187,7 @@ class Registration:
             "launch_reason": self._launcher.reason,
             "plugins": installed_plugins(),
             "packages": installed_packages(),
-            "gguf": has_gguf_converter(self._settings.gguf_converter),
+            **find_gguf_programs(self._settings),
             "model_sources": sources.source_fingerprint(self._settings),
             "group_address": self.open_address(),
         }

@@ -167,7 +167,7 @@ def _train_job(
     run.metric_factories = metric_functions.load_factories(run.config.trainer_options.metrics, run.method)
     if ranks.is_first:
         hub_push.check_access(run)
-        gguf.check_converter(run)
+        gguf.check_programs(run)
         run.trackers = trackers.open_trackers(job, run.config, report)
     try:
         memory.record_allocations(run)

@@ -156,6 +156,8 @@ class JobSpec(_Part):
     hub_allowed: bool = True
     gguf_converter: Path | None = None
     """Converter of llama.cpp on this worker."""
+    gguf_quantizer: Path | None = None
+    """Quantizer of llama.cpp on this worker."""
     trackers: TrackerServers = TrackerServers()
     worker: WorkerInfo | None = None
 

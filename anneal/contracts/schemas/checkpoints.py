@@ -28,7 +28,8 @@ class CheckpointExport(BaseModel):
     )
     gguf: GgufType | None = Field(
         default=None,
-        description="Also write `model.gguf` with weights of this type, as `gguf` of a run; null: that of the run.",
+        description="Also write `model.gguf` with weights of this type, as `gguf` of a run; null: that of the run. "
+        "An adapter is then merged, unless `output` is `adapter`.",
     )
     name: Label | None = Field(default=None, description="Name of the new run.")
 

@@ -57,6 +57,7 @@ class WorkerRead(ShortRepr):
                 "packages": ["torchao"],
                 "joins_hosts": True,
                 "gguf": True,
+                "gguf_quantizer": True,
                 "started_at": "2026-01-02T03:04:05.678Z",
                 "heartbeat_at": "2026-01-02T04:04:05.678Z",
                 "devices": [
@@ -112,6 +113,7 @@ class WorkerRead(ShortRepr):
         "`ANNEAL_GROUP_INTERFACE`."
     )
     gguf: bool = Field(description="True if it can write GGUF files: the operator has set `ANNEAL_GGUF_CONVERTER`.")
+    gguf_quantizer: bool = Field(description="True if these may be quantized: it has `llama-quantize` of llama.cpp.")
     started_at: Timestamp
     heartbeat_at: Timestamp
     devices: list[DeviceRead]

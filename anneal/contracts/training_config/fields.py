@@ -445,8 +445,9 @@ class TrainingConfig(Strict):
     )
     gguf: Annotated[GgufType | None, Traits(changeable_on_resume=True, in_probe=False)] = Field(
         default=None,
-        description="Also write the output as `model.gguf` with weights of this type, by the converter of llama.cpp, "
-        "which the operator installs on the workers; an adapter must be `merged` for it.",
+        description="Also write the output as `model.gguf` with weights of this type, such as `Q4_K_M`, and a "
+        "`Modelfile` for Ollama, by the programs of llama.cpp, which the operator installs on the workers; an adapter "
+        "must be `merged` for it.",
     )
     logging_steps: Annotated[LogSteps, Traits(changeable_on_resume=True)] = Field(
         default=10,

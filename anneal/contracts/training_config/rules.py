@@ -34,6 +34,10 @@ INSTALL_GGUF_CONVERTER = (
     "run `git clone https://github.com/ggml-org/llama.cpp` and `pip install sentencepiece` on the workers, and set "
     "ANNEAL_GGUF_CONVERTER to the path of the clone's `convert_hf_to_gguf.py`"
 )
+INSTALL_GGUF_QUANTIZER = (
+    "run `cmake -B build && cmake --build build --target llama-quantize` in the clone of llama.cpp on the workers, or "
+    "set ANNEAL_GGUF_QUANTIZER to the path of `llama-quantize`"
+)
 _OF_WANDB = ("wandb_project", "wandb_entity", "wandb_name", "wandb_group")
 _SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 """Losses of `dpo` that allow for reversed pairs."""

@@ -138,6 +138,7 @@ _OWN_CODES = (
     "bad_template",
     "bad_url",
     "bad_parameters",
+    "needs_importance_matrix",
     "out_of_range",
 )
 """Error codes of our own validators, whose messages are complete."""
@@ -199,7 +200,7 @@ def _error_sentence(error: ErrorDetails, parts: list[str], model: type[BaseModel
             return _replace_surrogates(f"cannot be {got}; {OFFLOADED_OPTIMIZER}")
         choices = re.findall(r"'([^']+)'", error["ctx"]["expected"])
         text = error["input"].lower()
-        begin_so = [one for one in choices if text and one.startswith(text)]  # `adamw` is no `paged_adamw_8bit`
+        begin_so = [one for one in choices if text and one.lower().startswith(text)]  # `adamw` is no `paged_adamw_8bit`
         near = begin_so or difflib.get_close_matches(text, choices, n=1)
     return _replace_surrogates(f"{sentence}, not {got}" + (f"; perhaps `{near[0]}`" if near else ""))
 

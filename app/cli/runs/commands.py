@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -37,6 +37,7 @@ from app.cli.runs.run_request import Set
 from app.cli.runs.state_text import eta_text, status_of, status_text
 
 if TYPE_CHECKING:
+    from anneal.contracts.field_types import GgufType
     from anneal.contracts.schemas.checkpoints import CheckpointRead
     from anneal.contracts.schemas.runs.reads import RunRead, RunSummary
 
@@ -194,7 +195,7 @@ def _needs_text(run: "RunRead") -> str | None:
         "model divided among the devices" if needs.sharded else None,
         f"{needs.sequence_parallel} of them share each sequence" if needs.sequence_parallel > 1 else None,
         f"{needs.expert_parallel} of them share the experts" if needs.expert_parallel > 1 else None,
-        "GGUF converter" if needs.gguf else None,
+        f"GGUF converter{' and quantizer' if needs.gguf_quantizer else ''}" if needs.gguf else None,
     )
     return "; ".join(part for part in parts if part) or None
 
@@ -377,8 +378,11 @@ def export(
         Literal["adapter", "merged"] | None, typer.Option(help="The adapter alone, or merged into its base model.")
     ] = None,
     gguf: Annotated[
-        Literal["f32", "f16", "bf16", "q8_0"] | None,
-        typer.Option(help="Also write `model.gguf` with weights of this type; an adapter must be merged for it."),
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="Also write `model.gguf` with weights of this type, usually Q4_K_M; an adapter is merged for it.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the new run.")] = None,
     watch: Watch = False,
@@ -389,11 +393,12 @@ def export(
     Works for runs that completed, failed or were stopped. The new run can be downloaded, and can be the base model of
     other runs. Exit code with --watch: 0 completed, 3 failed, 4 stopped.
 
-    Example: `anneal runs export run_01k3x9m6q2v8s4t0w7y5z1a3b6 --output merged --watch`
+    Example: `anneal runs export run_01k3x9m6q2v8s4t0w7y5z1a3b6 --gguf Q4_K_M --watch`
     """
     with open_client() as client:
         chosen = id_within("checkpoint", checkpoint, client.runs.checkpoints(run_id))
-        export_run = client.runs.export_checkpoint(run_id, chosen, output=output, gguf=gguf, name=name)
+        gguf_type = cast("GgufType | None", gguf)  # the server checks it
+        export_run = client.runs.export_checkpoint(run_id, chosen, output=output, gguf=gguf_type, name=name)
         print_or_watch(client, export_run, watch, as_json)
 
 

@@ -18,6 +18,7 @@ from app.api.errors import conflict, invalid
 from app.config import Settings
 from app.runs.creating.creation import RunTransaction, find_by_idempotency_key, insert_run
 from app.runs.creating.plan import NewRun, RunPlan
+from app.runs.creating.requirements import gguf_requirements
 from app.runs.creating.validation.backends import unavailable_reason
 from app.runs.creating.validation.destinations import gguf_problems
 from app.runs.state import service
@@ -45,7 +46,9 @@ async def create_export(
     checkpoint = await get_checkpoint(session, source.id, checkpoint_id)
     _refuse_if_impossible(settings, source, checkpoint)
     config, user_set_fields = _export_config(source, request)
-    if config.gguf is not None and (refused := gguf_conflicts(config) or await gguf_problems(session, settings)):
+    if config.gguf is not None and (
+        refused := gguf_conflicts(config) or await gguf_problems(session, settings, config.gguf)
+    ):
         raise invalid(refused)
     alone = {"devices": 1, "hosts": 1, "sequence_parallel": 1, "expert_parallel": 1}
     plan = RunPlan.derived_from(
@@ -115,6 +118,9 @@ def _export_config(source: Run, request: CheckpointExport) -> tuple[TrainingConf
     if request.output is not None and not wants_adapter(config):
         message = "applies only to adapters, and this run trained all weights; leave it out"
         raise invalid([FieldError(field="output", code="conflict", message=message)])
+    if request.gguf is not None and request.output is None and wants_adapter(config):
+        user_set_fields.add("output")
+        config = config.model_copy(update={"output": "merged"})
     return config, frozenset(user_set_fields)
 
 
@@ -129,6 +135,6 @@ def _export_requirements(source: Run, config: TrainingConfig) -> dict[str, Any]:
     requirements = {
         name: value
         for name, value in source.requirements.items()
-        if name not in ("gguf", "sharded", "sequence_parallel", "expert_parallel")
+        if name not in ("gguf", "gguf_quantizer", "sharded", "sequence_parallel", "expert_parallel")
     }
-    return requirements if config.gguf is None else {**requirements, "gguf": True}
+    return requirements | gguf_requirements(config)

@@ -6,7 +6,9 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from anneal.contracts.field_types import needs_quantizer
 from anneal.contracts.schemas.runs.placement import name_words
+from anneal.contracts.training_config.fields import TrainingConfig
 from app.config import Settings
 from app.infra.storage import Storage
 from app.runs.creating.estimates import service as estimates
@@ -49,7 +51,14 @@ def build_requirements(plan: RunPlan, least: Mapping[str, int], *, sharded: bool
         "sharded": sharded,
         "sequence_parallel": resources.sequence_parallel if resources.sequence_parallel > 1 else None,
         "expert_parallel": resources.expert_parallel if resources.expert_parallel > 1 else None,
-        "gguf": rules.loads_model and plan.config.gguf is not None,
+        **(gguf_requirements(plan.config) if rules.loads_model else {}),
         "prefers_gpu": rules.machine_matters and kind is None,
     }
     return {name: value for name, value in values.items() if value not in (None, [], {}, False)}
+
+
+def gguf_requirements(config: TrainingConfig) -> dict[str, bool]:
+    """Return the programs that a worker needs for the GGUF file of a run; empty if it writes none."""
+    if config.gguf is None:
+        return {}
+    return {"gguf": True, **({"gguf_quantizer": True} if needs_quantizer(config.gguf) else {})}

@@ -39,6 +39,7 @@ _MAY_FIT = f"""
         OR NOT runs.backend = ANY(:gpu_backends))
     AND coalesce(runs.requirements -> 'labels' <@ cast(:labels AS jsonb), true)
     AND (:gguf OR runs.requirements -> 'gguf' IS NULL)
+    AND (:gguf_quantizer OR runs.requirements -> 'gguf_quantizer' IS NULL)
     AND (runs.requirements ->> 'gpu' IS NULL OR EXISTS (
         SELECT FROM unnest(cast(:names AS text[])) AS name
         WHERE strpos(name, ' ' || (runs.requirements ->> 'gpu') || ' ') > 0
@@ -132,6 +133,7 @@ def read_candidates(
         "names": list({name_words(device.name) for device in free}),
         "labels": json.dumps(sorted(worker.labels)),
         "gguf": worker.gguf,
+        "gguf_quantizer": worker.gguf_quantizer,
         "gpu_backends": list(near.fleet.gpu_backends),
         "machine_mb": _free_machine_mb(near),
         "most": most,

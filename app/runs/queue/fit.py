@@ -38,6 +38,8 @@ class WorkerOffer:
     host: str = ""
     gguf: bool = False
     """True if it can write GGUF files."""
+    gguf_quantizer: bool = False
+    """True if these may be quantized."""
     joins_hosts: bool = False
     """True if it trains runs together with workers of other hosts."""
     version: str = ""
@@ -107,6 +109,8 @@ class Needs:
     """Workers that train it together, each with the same number of devices."""
     gguf: bool = False
     """True: it writes a GGUF file."""
+    gguf_quantizer: bool = False
+    """True: that file is quantized."""
     prefers_gpu: bool = False
     """True: a CPU takes it only where the backend has no GPU."""
 
@@ -123,6 +127,7 @@ class Needs:
             devices,
             hosts,
             gguf=bool(requirements.get("gguf")),
+            gguf_quantizer=bool(requirements.get("gguf_quantizer")),
             prefers_gpu=bool(requirements.get("prefers_gpu")),
         )
 
@@ -157,13 +162,17 @@ class Needs:
             return self.kind == kind
         return kind == "cuda" or not (self.prefers_gpu and self.backend in gpu_backends)
 
+    def has_programs(self, worker: WorkerOffer) -> bool:
+        """Return True if a worker has the programs for its GGUF file, if it writes one."""
+        return self.gguf <= worker.gguf and self.gguf_quantizer <= worker.gguf_quantizer
+
     def allows_worker(self, worker: WorkerOffer, gpu_backends: frozenset[str]) -> bool:
         """Return True if a worker has its backend, kind, labels and programs, whatever the memory of its devices."""
         return (
             self.backend in worker.backends
             and self.allows_kind(worker.kind, gpu_backends)
             and self.labels <= worker.labels
-            and self.gguf <= worker.gguf
+            and self.has_programs(worker)
             and (self.hosts == 1 or worker.joins_hosts)
         )
 
@@ -193,13 +202,9 @@ def pending_reason(needs: Needs, fleet: Fleet) -> PendingReason | None:
             "ANNEAL_WORKER_LABELS, or create the run with other `resources.labels`."
         )
         return PendingReason(code="no_worker_with_labels", message=message)
-    equipped = [worker for worker in labeled if needs.gguf <= worker.gguf]
+    equipped = [worker for worker in labeled if needs.has_programs(worker)]
     if not equipped:
-        message = (
-            "The run writes a GGUF file (`gguf`), and no online worker that could take it has the converter of "
-            "llama.cpp. Set ANNEAL_GGUF_CONVERTER on one and start it again, or create the run without `gguf`."
-        )
-        return PendingReason(code="no_gguf_converter", message=message)
+        return PendingReason(code="no_gguf_converter", message=_no_gguf(needs))
     if needs.hosts > 1:
         equipped = [worker for worker in equipped if worker.joins_hosts]
         if len(equipped) < needs.hosts:
@@ -305,6 +310,19 @@ def reserved_reason(needs: Needs, workers: Sequence[tuple[str, str]]) -> Pending
         "behind it in the queue, only those start there that do not delay it."
     )
     return PendingReason(code="reserved", message=message)
+
+
+def _no_gguf(needs: Needs) -> str:
+    if not needs.gguf_quantizer:
+        return (
+            "The run writes a GGUF file (`gguf`), and no online worker that could take it has the converter of "
+            "llama.cpp. Set ANNEAL_GGUF_CONVERTER on one and start it again, or create the run without `gguf`."
+        )
+    return (
+        "The run writes a quantized GGUF file (`gguf`), and no online worker that could take it has the converter and "
+        "the quantizer of llama.cpp. Set ANNEAL_GGUF_CONVERTER and ANNEAL_GGUF_QUANTIZER on one and start it again, or "
+        "create the run with `gguf: Q8_0`, which needs only the converter, or without `gguf`."
+    )
 
 
 def _no_kind(needs: Needs) -> str:

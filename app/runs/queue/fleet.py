@@ -16,7 +16,8 @@ _GPU_MEMORY_SECONDS = 3600.0
 _LATELY = 0.5
 """Fraction of a lease in which a worker must have sent a heartbeat, of which there are six, to get a part of a run."""
 _WORKERS = """
-    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf, workers.version,
+    SELECT workers.id, workers.host, workers.backends, workers.labels, workers.gguf, workers.gguf_quantizer,
+        workers.version,
         workers.state = 'online' AND workers.group_address IS NOT NULL
             AND workers.heartbeat_at > clock_timestamp() - make_interval(secs => :lately) AS joins_hosts,
         min(devices.kind) AS kind, min(devices.name) AS device,
@@ -125,6 +126,7 @@ def _offers(rows: Sequence[Any]) -> list[WorkerOffer]:
             frozenset(row.labels),
             row.host,
             row.gguf,
+            row.gguf_quantizer,
             row.joins_hosts,
             row.version,
             row.machine,

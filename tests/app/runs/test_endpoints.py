@@ -149,6 +149,7 @@ class TestResources:
             "sequence_parallel": 1,
             "expert_parallel": 1,
             "gguf": False,
+            "gguf_quantizer": False,
             "prefers_gpu": False,
         }
         (listed,) = api.client.get("/v1/runs", params={"view": "full"}).json()["data"]

@@ -27,8 +27,8 @@ MUTANTS = (
         changes=(
             Change(
                 "worker/training/output/gguf.py",
-                "    except TrainingFailure as error:\n        if is_export:\n            raise\n",
-                "    except TrainingFailure as error:\n        raise\n",
+                "        if is_export:\n            raise failure from error\n",
+                "        raise failure from error\n",
             ),
         ),
         test=f"{_OUTPUT}/test_gguf.py"

@@ -108,7 +108,7 @@ def write_output(
             if run.config.trainer_options.prune_fraction is not None:
                 _prune_weights(run, staging, run.config.trainer_options.prune_fraction)
         tokenizer.save_pretrained(staging)
-        gguf.add_gguf(run, staging)
+        gguf.add_gguf(run, staging, tokenizer)
         if base.merged is not None and (staging / ADAPTER_CONFIG).is_file():
             # The adapter is only valid with the exact weights it was trained on, which exist only here.
             base.merged.rename(staging / MERGED_BASE)
@@ -120,7 +120,8 @@ def write_output(
         if run.config.trainer_options.memory_profile:
             write_profile(run, staging)
         has_own_base = (staging / MERGED_BASE).is_dir()
-        card = model_card(run, facts, loader.library_versions(), weights, has_own_base=has_own_base)
+        has_gguf = (staging / gguf.FILE).is_file()
+        card = model_card(run, facts, loader.library_versions(), weights, has_own_base=has_own_base, has_gguf=has_gguf)
         (staging / "README.md").write_text(card)
         (staging / EXPORT).write_text(json.dumps(about, indent=1))
         manifest.commit(staging, final, run.report.alive)

@@ -1,61 +1,74 @@
-"""`gguf`: the output as one file for llama.cpp, written by its own converter, a program that the operator installs.
-
-The converter runs in a process group of its own within the session of the training process, so it ends with that.
-"""
+"""`gguf`: the output as one file for llama.cpp, written by its own converter and, for most types, its quantizer."""
 
 import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
 
+from anneal.contracts.field_types import needs_quantizer
 from anneal.contracts.run_task import RunTask
-from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER
-from app.infra.process.children import last_lines
+from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, INSTALL_GGUF_QUANTIZER
 from worker.checkpoint_files.disk_space import DiskSpace
 from worker.training.context import TrainingContext
-from worker.training.failures import Stopped, TrainingFailure
+from worker.training.failures import Stopped, TrainingFailure, classify_error
+from worker.training.output.modelfile import MODELFILE, modelfile
+from worker.training.output.program import EndedProgram, Progress, run_program
 
 FILE = "model.gguf"
-_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-"""Bytes per weight."""
-_STALLED_SECONDS = 600.0
-"""The converter is ended if it writes nothing, neither weights nor messages, for this long."""
-_POLL_SECONDS = 0.1
-_IMPORT_ERROR = re.compile(r"^(ModuleNotFound|Import)Error: ", re.MULTILINE)
-_SUPPORTED = re.compile(r"^\s*- (\w+)$", re.MULTILINE)
-"""Names of classes in the list that the converter prints."""
-_MOST_CHARACTERS = 1000
-_ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-"""Nothing of the training process, whose environment may have secrets. The converter does not reach the hub, because it
-executes the code of tokenizers that name some there."""
+_UNQUANTIZED = ".unquantized.gguf"
+_CONVERTER, _QUANTIZER = "The converter of llama.cpp", "The quantizer of llama.cpp"
+_BYTES = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "Q8_0": 34 / 32}
+"""Bytes per weight. No quantized type needs more than `Q8_0`."""
+_MOST_THREADS = 8
+_IMPORT_ERROR = re.compile(r"^(ModuleNotFound|Import)Error: .*", re.MULTILINE)
+_LISTED_TYPE = re.compile(r"^ *\d+ +or +(\w+) *:", re.MULTILINE)
+"""Name in the list that the quantizer prints."""
+_TENSOR_OF = re.compile(r"^\[ *(\d+)/ *(\d+)\]", re.MULTILINE)
+"""Number of a tensor that the quantizer writes, and how many there are."""
 
 
-def check_converter(run: TrainingContext) -> None:
-    """Check before training that the converter is there.
+def check_programs(run: TrainingContext) -> None:
+    """Check before training that the programs are there, and that the quantizer starts and knows the type.
 
     A run that has already trained is not failed here: it reports at its end why the file is missing.
 
     Raises:
         TrainingFailure: `config_error`.
+        Stopped: a stop was requested.
     """
-    if run.config.gguf is not None and (run.resume_from is None or run.job.task is RunTask.export):
-        _require_converter(run)
+    gguf_type = run.config.gguf
+    if gguf_type is None or (run.resume_from is not None and run.job.task is not RunTask.export):
+        return
+    _require_converter(run)
+    if not needs_quantizer(gguf_type):
+        return
+    ended = run_program(run, _QUANTIZER, [str(_require_quantizer(run)), "--help"])
+    known = _LISTED_TYPE.findall(ended.output)
+    if not known:
+        raise TrainingFailure(
+            "config_error",
+            f"`gguf` is `{gguf_type}`, which needs the quantizer of llama.cpp, and that does not start on this worker: "
+            f"{ended.reason}\nAsk the operator to {INSTALL_GGUF_QUANTIZER}.",
+        )
+    if gguf_type not in known:
+        raise TrainingFailure(
+            "config_error",
+            f"`gguf` is `{gguf_type}`, which the quantizer of llama.cpp on this worker does not know: use one of "
+            f"{', '.join(known)}, or install a newer llama.cpp.",
+        )
 
 
-def check_architecture(run: TrainingContext, model_config: Mapping[str, Any]) -> None:
-    """Check before training that the converter starts, and knows the architecture that a config.json names.
+def check_conversion(run: TrainingContext, folder: Path) -> None:
+    """Check before training that the converter can convert a model, from its files other than the weights.
 
-    Only a converter of Python is asked; a program of the operator may not have the option.
+    Only a converter of Python is started; a program of the operator may not have the option.
 
     Raises:
         TrainingFailure: `config_error`.
@@ -63,32 +76,37 @@ def check_architecture(run: TrainingContext, model_config: Mapping[str, Any]) ->
     """
     if run.config.gguf is None or run.resume_from is not None or _require_converter(run).suffix != ".py":
         return
-    converter, log = _require_converter(run), run.folder / ".gguf.log"
+    trial = run.folder / ".gguf.trial"
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)  # it names weights that are not there
     try:
-        with _started_process([sys.executable, str(converter), "--print-supported-models"], log) as process:
-            _wait_with_heartbeats(run, process, log)
-        text = log.read_text(errors="replace")
+        # With a type, because the default is that of the weights.
+        command = [*_conversion_command(run, folder, trial, "F16"), "--vocab-only"]
+        ended = run_program(run, _CONVERTER, command, trial)
     finally:
-        log.unlink(missing_ok=True)
-    if _IMPORT_ERROR.search(text):
+        trial.unlink(missing_ok=True)
+    if error := _IMPORT_ERROR.search(ended.output):
         raise TrainingFailure(
             "config_error",
-            f"`gguf` needs the converter of llama.cpp, which cannot start on this worker ({text.splitlines()[-1]}): "
+            f"`gguf` needs the converter of llama.cpp, which cannot start on this worker ({error[0]}): "
             f"{INSTALL_GGUF_CONVERTER}.",
         )
-    known = set(_SUPPORTED.findall(text))
-    classes = (model_config.get("text_config") or {}).get("architectures") or model_config.get("architectures")
-    name = next(iter(classes or ()), None)
-    if known and name is not None and name not in known:
+    if ended.status != 0:
         raise TrainingFailure(
             "config_error",
-            f"`gguf` cannot be used: the converter of llama.cpp on this worker does not know the class {name}: "
-            "leave it out, or install a newer converter.",
+            "`gguf` cannot be used: the converter of llama.cpp on this worker does not convert this model. Leave it "
+            f"out, or install a newer llama.cpp. It ended with {ended.reason}",
         )
 
 
-def add_gguf(run: TrainingContext, folder: Path) -> None:
-    """Add `model.gguf` to a folder with a whole model and its tokenizer, if the run asks for it.
+def needed_bytes(gguf_type: str, weights: int, stored_type: str) -> int:
+    """Return the disk space for the file of a model, with the unquantized one beside it if that is quantized."""
+    if needs_quantizer(gguf_type):
+        return int(weights * (_BYTES[_converted_type(gguf_type, stored_type)] + _BYTES["Q8_0"]))
+    return int(weights * _BYTES[gguf_type])
+
+
+def add_gguf(run: TrainingContext, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add `model.gguf` and `Modelfile` to a folder with a whole model and its tokenizer, if the run asks for it.
 
     An export fails without the file. A run that has trained keeps the rest of its output, and reports the reason.
 
@@ -99,22 +117,28 @@ def add_gguf(run: TrainingContext, folder: Path) -> None:
     if run.config.gguf is None:
         return
     is_export = run.job.task is RunTask.export
+    started_at = time.monotonic()
     try:
-        _convert_model(run, folder, run.config.gguf)
+        _write_file(run, folder, run.config.gguf)
+        (folder / MODELFILE).write_text(modelfile(folder, FILE, tokenizer))
     except Stopped:
         request = run.stop_requested
         if is_export or (request is not None and request.why == "drain"):
             raise
         why = "A stop was requested."
-    except TrainingFailure as error:
+    except Exception as error:
+        failure = classify_error(error)
         if is_export:
-            raise
-        why = error.message
+            raise failure from error
+        why = failure.message
     else:
-        size = (folder / FILE).stat().st_size
-        run.report.message(f"Wrote `{FILE}` ({run.config.gguf}, {size:,} bytes).")
+        size, seconds = (folder / FILE).stat().st_size, time.monotonic() - started_at
+        run.report.message(
+            f"Wrote `{FILE}` ({run.config.gguf}, {size:,} bytes, in {seconds:,.0f} s) and `{MODELFILE}`."
+        )
         return
-    (folder / FILE).unlink(missing_ok=True)
+    for name in (FILE, MODELFILE):
+        (folder / name).unlink(missing_ok=True)
     run.report.message(
         f"The output has no `{FILE}`; its other files are complete. To try again, export the last checkpoint of the "
         f"run with `gguf`. {why}",
@@ -130,94 +154,93 @@ def _require_converter(run: TrainingContext) -> Path:
     return converter
 
 
-def _convert_model(run: TrainingContext, folder: Path, data_type: str) -> None:
-    converter, file, log, about = (
-        _require_converter(run),
-        folder / FILE,
-        run.folder / ".gguf.log",
-        run.folder / ".gguf.json",
-    )
-    lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).shortage_reason(
-        int(_count_weights(folder) * _BYTES[data_type])
-    )
+def _require_quantizer(run: TrainingContext) -> Path:
+    quantizer = run.job.gguf_quantizer
+    if quantizer is None or not quantizer.is_file():
+        message = (
+            f"`gguf` is `{run.config.gguf}`, which needs the quantizer of llama.cpp, and this worker lacks it: "
+            f"{INSTALL_GGUF_QUANTIZER}."
+        )
+        raise TrainingFailure("config_error", message)
+    return quantizer
+
+
+def _write_file(run: TrainingContext, folder: Path, gguf_type: str) -> None:
+    """Convert the model in a folder to the type, or to that of its weights and then quantize it."""
+    file, weights, quantizes = folder / FILE, _count_weights(folder), needs_quantizer(gguf_type)
+    stored_type = max(weights, key=lambda name: weights[name])
+    needed = needed_bytes(gguf_type, weights.total(), stored_type)
+    lacking = DiskSpace(run.folder, run.job.disk_reserve_bytes).shortage_reason(needed)
     if lacking is not None:
         raise TrainingFailure("disk_full", f"`{FILE}` does not fit on the disk: {lacking}.")
-    # A program that is no Python module is a wrapper of the operator, with packages of its own.
-    interpreter = [sys.executable] if converter.suffix == ".py" else []
-    command = [
-        *interpreter, str(converter), str(folder), "--outfile", str(file), "--outtype", data_type,
-        "--metadata", str(about),
-    ]  # fmt: skip
+    converted, converted_type = (folder / _UNQUANTIZED if quantizes else file), _converted_type(gguf_type, stored_type)
+    try:
+        _convert(run, folder, converted, converted_type, int(weights.total() * _BYTES[converted_type]))
+        if quantizes:
+            _quantize(run, converted, file, gguf_type)
+    finally:
+        if quantizes:
+            converted.unlink(missing_ok=True)
+
+
+def _converted_type(gguf_type: str, stored_type: str) -> str:
+    """Return the type that the converter writes: one without loss, if the quantizer writes the final one."""
+    if not needs_quantizer(gguf_type):
+        return gguf_type
+    return stored_type if stored_type in _BYTES else "F32"
+
+
+def _convert(run: TrainingContext, folder: Path, file: Path, gguf_type: str, size: int) -> None:
+    about = run.folder / ".gguf.json"
     # Without these, the converter takes them from the name of the folder.
     name = run.job.base_model.portable_name.rsplit("/", 1)[-1]
+    about.write_text(json.dumps({"general.name": name, "general.finetune": run.job.run_id}))
+    command = [*_conversion_command(run, folder, file, gguf_type), "--metadata", str(about)]
+
+    def measure(_: str) -> tuple[int, int] | None:
+        return (min(file.stat().st_size, size), size) if file.exists() else None
+
     try:
-        about.write_text(json.dumps({"general.name": name, "general.finetune": run.job.run_id}))
-        with _started_process(command, log) as process:
-            _wait_with_heartbeats(run, process, file, log)
-        problem = None if process.returncode == 0 and file.is_file() else _describe_end(process.returncode, log)
-    except OSError as error:
-        problem = f"it cannot be started: {error}"
+        ended = run_program(run, _CONVERTER, command, file, Progress(f"converting to {gguf_type}", measure))
     finally:
-        log.unlink(missing_ok=True)
         about.unlink(missing_ok=True)
-    if problem is not None:
-        message = f"The converter of llama.cpp ({converter.name}) could not write `{FILE}`: {problem}"
-        raise TrainingFailure("config_error", message)
+    _require_success(ended, file, _CONVERTER)
 
 
-def _count_weights(folder: Path) -> int:
-    """Return the number of weights in the model of a folder."""
-    total = 0
+def _conversion_command(run: TrainingContext, folder: Path, file: Path, gguf_type: str) -> list[str]:
+    """Return the command that converts the model in a folder."""
+    converter = _require_converter(run)
+    # A program that is no Python module is a wrapper of the operator, with packages of its own.
+    interpreter = [sys.executable] if converter.suffix == ".py" else []
+    return [*interpreter, str(converter), str(folder), "--outfile", str(file), "--outtype", gguf_type.lower()]
+
+
+def _quantize(run: TrainingContext, source: Path, file: Path, gguf_type: str) -> None:
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    command = [str(_require_quantizer(run)), str(source), str(file), gguf_type, str(threads)]
+    ended = run_program(run, _QUANTIZER, command, file, Progress(f"quantizing to {gguf_type}", _last_tensor))
+    _require_success(ended, file, _QUANTIZER)
+
+
+def _last_tensor(lines: str) -> tuple[int, int] | None:
+    written = _TENSOR_OF.findall(lines)
+    return (int(written[-1][0]), int(written[-1][1])) if written else None
+
+
+def _require_success(ended: EndedProgram, file: Path, name: str) -> None:
+    if ended.status == 0 and file.is_file():
+        return
+    is_full = classify_error(OSError(ended.reason)).code == "disk_full"
+    message = f"{name} could not write `{FILE}`: {ended.reason}"
+    raise TrainingFailure("disk_full" if is_full else "config_error", message)
+
+
+def _count_weights(folder: Path) -> Counter[str]:
+    """Return the number of weights in the model of a folder, by the name of their data type."""
+    weights: Counter[str] = Counter()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return total
-
-
-@contextmanager
-def _started_process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process, and kill it and its descendants at the end of the block.
-
-    Both output streams go to `log`.
-    """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_ENVIRONMENT,
-            process_group=0,
-        )
-    try:
-        yield process
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # it has not been waited for, so the id is still that of its group
-        process.wait()
-
-
-def _wait_with_heartbeats(run: TrainingContext, process: subprocess.Popen[bytes], *written: Path) -> None:
-    """Wait for the end of a process, with heartbeats.
-
-    Raises:
-        TrainingFailure: it writes nothing for long.
-        Stopped: a stop was requested.
-    """
-    before, grown_at = -1, time.monotonic()
-    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        run.raise_if_stopped()
-        run.report.alive()
-        size, now = sum(path.stat().st_size for path in written if path.exists()), time.monotonic()
-        if size != before:
-            before, grown_at = size, now
-        elif now - grown_at > _STALLED_SECONDS:
-            message = f"The converter of llama.cpp wrote nothing for {_STALLED_SECONDS:,.0f} seconds, and was ended."
-            raise TrainingFailure("config_error", message)
-        time.sleep(_POLL_SECONDS)
-
-
-def _describe_end(status: int, log: Path) -> str:
-    """Return how the converter ended, with its last lines."""
-    ended = f"signal {-status}" if status < 0 else f"exit status {status}"
-    lines = last_lines(log)[-_MOST_CHARACTERS:]
-    return f"{ended}, and its last lines are:\n{lines}" if lines else f"{ended}, without a message."
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                weights[part.get_dtype()] += math.prod(part.get_shape())
+    return weights

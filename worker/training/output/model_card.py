@@ -10,12 +10,18 @@ from worker.training.context import TrainingContext
 
 
 def model_card(
-    run: TrainingContext, facts: dict[str, Any], versions: dict[str, str], weights: str, *, has_own_base: bool
+    run: TrainingContext,
+    facts: dict[str, Any],
+    versions: dict[str, str],
+    weights: str,
+    *,
+    has_own_base: bool,
+    has_gguf: bool = False,
 ) -> str:
     """Return the text of `README.md`: YAML front matter for hubs, then prose for people.
 
     It names no path of this machine. `weights` says which weights the output contains; `has_own_base` is
-    true if the adapter's base is part of it.
+    true if the adapter's base is part of it, `has_gguf` if the model is in it as a GGUF file, too.
     """
     job, config, state, objective = run.job, run.config, run.state, run.method.eval_metric
     adapter = config.lora_r is not None and config.output == "adapter"
@@ -57,6 +63,7 @@ def model_card(
         *_loading_program(run, adapter=adapter, is_reward_model=is_reward_model, has_own_base=has_own_base),
         "```",
         *(["", _REWARD_USAGE] if is_reward_model else []),
+        *(["", _OLLAMA_USAGE] if has_gguf else []),
         "",
         "## Data",
         "",
@@ -85,6 +92,8 @@ _REWARD_USAGE = (
     "The model returns one number, the reward, for a text that ends with the end-of-sequence token: "
     '`model(**tokenizer(text + tokenizer.eos_token, return_tensors="pt")).logits[0, 0]`.'
 )
+
+_OLLAMA_USAGE = "With Ollama, in this folder: `ollama create my-model -f Modelfile`, then `ollama run my-model`."
 
 
 def _cost_lines(facts: dict[str, Any]) -> list[str]:

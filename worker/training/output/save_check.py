@@ -1,6 +1,5 @@
 """Trial of what a checkpoint and the output need, before the first step: hours later, training would be lost."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,10 +40,13 @@ def check_saves(trainer: ServiceTrainer) -> None:
                 size += _save_merged_without_weights(trainer.model, folder)
             else:
                 size *= 2
-        if (folder / "config.json").is_file():
-            gguf.check_architecture(run, json.loads((folder / "config.json").read_text()))
+            if run.config.gguf is not None:
+                stored_type = "F32" if _is_float32(trainer.model) else "BF16"
+                size += gguf.needed_bytes(run.config.gguf, _count_weights(trainer.model), stored_type)
         with _naming_part("tokenizer"):
             trainer.save_constant_files(folder)
+        if (folder / "config.json").is_file():
+            gguf.check_conversion(run, folder)
         if run.config.trainer_options.tokenizer is None:
             _check_saved_tokenizer(trainer, folder)
     finally:
@@ -83,8 +85,16 @@ def _save_merged_without_weights(model: PeftModel, folder: Path) -> int:
     if base.can_generate():
         keep_published_generation_config(base)
         base.generation_config.save_pretrained(folder)
-    width = 4 if base.config.get_text_config().dtype is torch.float32 else 2
-    return width * sum(_weights_in(parameter) for name, parameter in base.named_parameters() if "lora_" not in name)
+    return (4 if _is_float32(base) else 2) * _count_weights(base)
+
+
+def _is_float32(model: Any) -> bool:
+    return bool(model.config.get_text_config().dtype is torch.float32)
+
+
+def _count_weights(model: torch.nn.Module) -> int:
+    """Return the number of weights of a model without those of its adapter."""
+    return sum(_weights_in(parameter) for name, parameter in model.named_parameters() if "lora_" not in name)
 
 
 def _weights_in(parameter: torch.nn.Parameter) -> int:

@@ -189,6 +189,7 @@ class Requirements(BaseModel):
         default=1, description="Number of devices of the run that share the experts of each layer."
     )
     gguf: bool = Field(default=False, description="True: the worker must have the converter of llama.cpp.")
+    gguf_quantizer: bool = Field(default=False, description="True: the worker must have the quantizer of llama.cpp.")
     prefers_gpu: bool = Field(
         default=False, description="True: a CPU takes it only if the backend has had no GPU within the last hour."
     )

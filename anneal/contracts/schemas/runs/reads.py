@@ -84,7 +84,7 @@ _RUN: JsonDict = {
     "resources": {"kind": None, "memory_mb": None, "devices": 1, "labels": []},
     "requirements": {
         "kind": None, "memory_mb": None, "estimated_mb": {"cpu": 9120, "cuda": 8714}, "labels": [],
-        "gguf": False, "prefers_gpu": True,
+        "gguf": False, "gguf_quantizer": False, "prefers_gpu": True,
     },
     "pending_reason": None,
     "checkpoint_path": f"/srv/anneal/runs/{RUN_ID}/a1/checkpoint-40", "end_reason": None, "error_code": None,

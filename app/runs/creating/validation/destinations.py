@@ -7,7 +7,8 @@ from sqlalchemy import exists, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.errors import FieldError
-from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, field_error
+from anneal.contracts.field_types import needs_quantizer
+from anneal.contracts.training_config.rules import INSTALL_GGUF_CONVERTER, INSTALL_GGUF_QUANTIZER, field_error
 from app.config import Settings, wandb_mode
 from app.runs.creating.validation.reward_hosts import reward_host_problems
 from app.secrets import store
@@ -32,8 +33,8 @@ async def destination_problems(
     if needs_key and not await session.scalar(select(exists().where(Secret.name == store.WANDB_API_KEY))):
         message = "contains `wandb`, and no key is set; ask an admin to set it with `anneal secrets set wandb_api_key`"
         problems.append(field_error("report_to", "tracker_not_set_up", message))
-    if config.get("gguf") is not None:
-        problems += await gguf_problems(session, settings)
+    if isinstance(gguf_type := config.get("gguf"), str):
+        problems += await gguf_problems(session, settings, gguf_type)
     pushes = config.get("push_to_hub") is not None
     if pushes and not settings.allow_hub:
         message = "needs the hub, which is disabled on this server; ask its operator to set ANNEAL_ALLOW_HUB=true"
@@ -45,12 +46,23 @@ async def destination_problems(
     return problems
 
 
-async def gguf_problems(session: AsyncSession, settings: Settings) -> list[FieldError]:
-    """Return an error if workers are online and none of them can write GGUF files; a run waits for the first worker."""
-    gguf_support = (await session.scalars(select(Worker.gguf).where(*online_conditions(settings, "celery")))).all()
-    if not gguf_support or any(gguf_support):
-        return []
-    message = (
-        f"needs the converter of llama.cpp, which no online worker has; ask the operator to {INSTALL_GGUF_CONVERTER}"
-    )
-    return [field_error("gguf", "gguf_converter_missing", message)]
+async def gguf_problems(session: AsyncSession, settings: Settings, gguf_type: str) -> list[FieldError]:
+    """Return an error if workers are online and none of them can write GGUF files of a type.
+
+    A run waits for the first worker.
+    """
+    programs = select(Worker.gguf, Worker.gguf_quantizer).where(*online_conditions(settings, "celery"))
+    workers = (await session.execute(programs)).all()
+    if workers and not any(worker.gguf for worker in workers):
+        message = (
+            "needs the converter of llama.cpp, which no online worker has; ask the operator to "
+            f"{INSTALL_GGUF_CONVERTER}{f'; then {INSTALL_GGUF_QUANTIZER}' if needs_quantizer(gguf_type) else ''}"
+        )
+        return [field_error("gguf", "gguf_converter_missing", message)]
+    if workers and needs_quantizer(gguf_type) and not any(worker.gguf_quantizer for worker in workers):
+        message = (
+            f"is `{gguf_type[:20]}`, which needs the quantizer of llama.cpp, and no online worker has it; use `Q8_0` "
+            f"or `F16`, or ask the operator to {INSTALL_GGUF_QUANTIZER}"
+        )
+        return [field_error("gguf", "gguf_quantizer_missing", message)]
+    return []

@@ -349,3 +349,25 @@ def test_a_gguf_file_has_a_whole_model_that_generates_text(config: dict[str, Any
     wrong = conflicts_of({**config, "gguf": "f16"})
     assert list(wrong) == ([] if says is None else ["gguf"])
     assert says is None or says in wrong["gguf"][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [("Q4_K_M", "Q4_K_M"), ("q4_k_m", "Q4_K_M"), ("Q5_K", "Q5_K_M"), ("f16", "F16")]
+)
+def test_a_gguf_type_may_be_an_alias_of_llama_cpp_in_any_case(name: Any, stored: str) -> None:
+    assert TrainingConfig(base_model="tiny", gguf=name).gguf == stored
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("IQ2_XXS", "needs_importance_matrix", "use `Q2_K`"),
+        ("q2_k_s", "needs_importance_matrix", "is `Q2_K_S`"),
+        ("Q4_K_L", "unknown_value", "'Q4_K_M'"),
+        ("q4", "unknown_value", "perhaps `Q4_K_M`"),
+        (4, "unknown_value", "'Q4_K_M'"),
+    ],
+)
+def test_a_gguf_type_that_a_run_cannot_write_is_refused(name: Any, code: str, says: str) -> None:
+    wrong = conflicts_of({"method": "full", "gguf": name})
+    assert wrong["gguf"][0] == code and says in wrong["gguf"][1]

@@ -118,19 +118,34 @@ class TestExport:
             assert (answer.status_code, error["field"]) == (422, "gguf")
             return error["code"], error["message"]
 
-        code, message = refusal(gguf="q8_0")
+        code, message = refusal(gguf="Q8_0", output="adapter")
         assert code == "conflict" and "set `output` to `merged`" in message
         add_worker(engine, backends=["celery"])
-        code, message = refusal(gguf="q8_0", output="merged")
+        code, message = refusal(gguf="Q8_0")
         assert code == "gguf_converter_missing"
         assert "git clone https://github.com/ggml-org/llama.cpp" in message and "ANNEAL_GGUF_CONVERTER" in message
-        assert export(api, trainer.run_id, saved, gguf="q4_0").status_code == 422
         add_worker(engine, backends=["celery"], gguf=True)
-        answer = export(api, trainer.run_id, saved, gguf="q8_0", output="merged")
+        answer = export(api, trainer.run_id, saved, gguf="q8_0")
         assert answer.status_code == 202, answer.text
-        assert answer.json()["config"]["gguf"] == "q8_0"
-        assert answer.json()["requirements"]["gguf"] and not run_row(engine, trainer.run_id).requirements.get("gguf")
-        assert {one["gguf"] for one in api.client.get("/v1/workers").json()["data"]} >= {True, False}
+        config, needs = answer.json()["config"], answer.json()["requirements"]
+        assert (config["gguf"], config["output"]) == ("Q8_0", "merged")
+        assert (needs["gguf"], needs["gguf_quantizer"]) == (True, False)
+        assert not run_row(engine, trainer.run_id).requirements.get("gguf")
+
+        code, message = refusal(gguf="Q4_K_M")
+        assert code == "gguf_quantizer_missing" and "ANNEAL_GGUF_QUANTIZER" in message and "`Q8_0`" in message
+        code, message = refusal(gguf="IQ2_XS")
+        assert code == "needs_importance_matrix" and "use `Q2_K`" in message
+        assert refusal(gguf="Q4_K_L")[0] == "literal_error"
+        add_worker(engine, backends=["celery"], gguf=True, gguf_quantizer=True)
+        answer = export(api, trainer.run_id, saved, gguf="Q4_K_M")
+        assert answer.status_code == 202 and answer.json()["requirements"]["gguf_quantizer"], answer.text
+        workers = api.client.get("/v1/workers").json()["data"]
+        assert {(one["gguf"], one["gguf_quantizer"]) for one in workers} >= {
+            (False, False),
+            (True, False),
+            (True, True),
+        }
 
 
 class TestDownload:

@@ -31,7 +31,7 @@ def random_requirements(draw: random.Random) -> dict[str, Any]:
     if kind == "cuda" and draw.random() < 0.5:
         requirements["gpu"] = draw.choice(["h100", "a10"])
     if draw.random() < 0.1:
-        requirements["gguf"] = True
+        requirements |= {"gguf": True, "gguf_quantizer": draw.random() < 0.5}
     return {name: value for name, value in requirements.items() if value not in ([], False, {})}
 
 
@@ -45,7 +45,8 @@ def random_worker(engine: Engine, draw: random.Random) -> str:
         memory_mb=[draw.choice([1000, 2000, 4000]) for _ in range(count)],
         names=names,
         labels=draw.sample(["a", "b"], draw.randrange(3)),
-        gguf=draw.random() < 0.5,
+        gguf=(converts := draw.random() < 0.5),
+        gguf_quantizer=converts and draw.random() < 0.5,
         backends=draw.choice([["fake"], ["fake", "celery"]]),
     )
 

@@ -29,6 +29,7 @@ UPGRADED = Fleet(
 )
 PAUSED = Fleet((JOINS, replace(JOINS, devices=(DeviceOffer(24_000, paused=True),)), replace(JOINS, device="H100")))
 NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gpu=True)
+QUANTIZES = replace(NEEDS, gguf=True, gguf_quantizer=True)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,8 @@ NEEDS = Needs("celery", estimated_mb={"cpu": 12_000, "cuda": 12_000}, prefers_gp
         (replace(NEEDS, labels=frozenset({"site-b"})), FLEET, None, ""),
         (replace(NEEDS, gguf=True), FLEET, "no_gguf_converter", "ANNEAL_GGUF_CONVERTER"),
         (replace(NEEDS, gguf=True), Fleet((CPU, replace(GPU, gguf=True))), None, ""),
+        (QUANTIZES, Fleet((CPU, replace(GPU, gguf=True))), "no_gguf_converter", "ANNEAL_GGUF_QUANTIZER"),
+        (QUANTIZES, Fleet((CPU, replace(GPU, gguf=True, gguf_quantizer=True))), None, ""),
         (replace(NEEDS, estimated_mb={"cuda": 70_000}), FLEET, "no_device_fits", "about 70,000 MiB"),
         (replace(NEEDS, memory_mb=70_000), FLEET, "no_device_fits", "asks for 70,000 MiB"),
         (replace(NEEDS, devices=2), FLEET, "no_device_fits", "2 devices of one worker"),
@@ -114,11 +117,14 @@ def test_a_run_that_no_worker_can_take_has_a_reason(needs: Needs, fleet: Fleet, 
     assert reason is None or says in reason.message
 
 
-def test_a_run_that_writes_a_gguf_file_is_claimed_where_the_converter_is(engine: Engine) -> None:
-    without, equipped = add_worker(engine), add_worker(engine, gguf=True)
-    run = add_run(engine, requirements={"gguf": True})
+def test_a_run_that_writes_a_gguf_file_is_claimed_where_its_programs_are(engine: Engine) -> None:
+    without, converts = add_worker(engine), add_worker(engine, gguf=True)
+    quantizes = add_worker(engine, gguf=True, gguf_quantizer=True)
+    quantized = add_run(engine, requirements={"gguf": True, "gguf_quantizer": True})
+    converted = add_run(engine, requirements={"gguf": True})
     assert claim(engine, without) is None
-    assert claim(engine, equipped).id == run.id
+    assert claim(engine, converts).id == converted.id
+    assert claim(engine, quantizes).id == quantized.id
     add_run(engine)
     assert claim(engine, without) is not None
 

@@ -79,15 +79,20 @@ def test_a_push_needs_the_hub_and_a_token(served: Callable[..., ApiServer]) -> N
     assert ask(api, push_to_hub="ada/tuned").status_code == 202
 
 
-def test_a_gguf_file_needs_a_worker_with_the_converter(served: Callable[..., ApiServer], engine: Engine) -> None:
+def test_a_gguf_file_needs_a_worker_with_its_programs(served: Callable[..., ApiServer], engine: Engine) -> None:
     api = served()
     # Without any worker, the run waits for one.
     assert ask(api, gguf="f16", output="merged").status_code == 202
     add_worker(engine, backends=["celery"])
     code, message = refused(ask(api, gguf="f16", output="merged"))
-    assert code == "gguf_converter_missing" and "ANNEAL_GGUF_CONVERTER" in message
+    assert code == "gguf_converter_missing" and "ANNEAL_GGUF_CONVERTER" in message and "QUANTIZER" not in message
+    assert "ANNEAL_GGUF_QUANTIZER" in refused(ask(api, gguf="q4_k_m", output="merged"))[1]
     add_worker(engine, backends=["celery"], gguf=True)
     assert ask(api, gguf="f16", output="merged").status_code == 202
+    code, message = refused(ask(api, gguf="Q4_K_M", output="merged"))
+    assert code == "gguf_quantizer_missing" and "ANNEAL_GGUF_QUANTIZER" in message
+    add_worker(engine, backends=["celery"], gguf=True, gguf_quantizer=True)
+    assert ask(api, gguf="Q4_K_M", output="merged").status_code == 202
 
 
 @pytest.mark.parametrize("name", ["tuned", "ada/", "/tuned", "ada/tuned/more", "https://hub/ada/tuned", "../ada"])
