@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from anneal.contracts.training_config.raw_config import given_fields, normalize_
 from anneal.contracts.training_config.validation import config_errors
 from app.config import Settings
 from app.infra.strict_json import BadJson, parse_json
+from tests.properties import examples
 
 COUNTS = (
     "max_steps", "min_steps", "save_steps", "eval_steps", "logging_steps", "stop_at_step", "batch_size",
@@ -172,7 +173,7 @@ def test_invalid_count_is_refused(text: str) -> None:
 @given(
     st.sampled_from(COUNTS).flatmap(lambda name: st.tuples(st.just(name), st.from_regex(form(name), fullmatch=True)))
 )
-@settings(max_examples=300)
+@examples(100)
 def test_what_the_description_allows_is_read_or_out_of_range_or_no_whole_number(case: tuple[str, str]) -> None:
     for _, code, message in sentences(**dict([case])):
         assert code == "out_of_range" or "is not a whole number" in message

@@ -4,10 +4,11 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anneal.contracts.reward_patterns import pattern_error, schema_error
+from tests.properties import examples
 
 GOOD_PATTERNS = [
     r"= (\w+)", r"(?i)\\boxed\{.{1,100}\}", r"^.{0,500}\(\(x{300}[)(]{300}.{0,500}(?#()$",
@@ -71,7 +72,7 @@ def test_a_pattern_that_is_too_long_is_not_compiled(keyword: str) -> None:
 
 
 @given(st.dictionaries(WORDS, VALUES), st.text(max_size=20))
-@settings(max_examples=50)
+@examples(25)
 def test_no_schema_however_odd_raises(schema: dict[str, Any], pattern: str) -> None:
     assert schema_error(schema) != ""
     assert pattern_error(pattern) != ""

@@ -132,7 +132,7 @@ def canonical(whole: bytes) -> bytes:
 @given(whole=_FILE, borders=_BORDERS, format=st.sampled_from([None, None, *FORMATS]))
 @example(whole=b"", borders=[], format=None)
 @example(whole=b'\xef\xbb\xbf{"text": "a"}', borders=[1, 2], format=None)
-@examples(150)
+@examples(75)
 def test_any_file_is_taken_or_refused_with_a_line_and_a_known_reason(
     whole: bytes, borders: list[int], format: str | None
 ) -> None:
@@ -174,7 +174,7 @@ def test_any_file_is_taken_or_refused_with_a_line_and_a_known_reason(
     first=st.booleans(),
 )  # fmt: skip
 @example(whole=b'{"text": "a"}\n\xef\xbb\xbf\n', borders=[], fields=[], first=True)
-@examples(40)
+@examples(20)
 async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_arrives(
     tmp_path: Path, whole: bytes, borders: list[int], fields: list[tuple[str, bytes]], first: bool
 ) -> None:
@@ -220,7 +220,7 @@ async def test_any_upload_is_kept_byte_for_byte_or_refused_the_same_however_it_a
     ),
     borders=_BORDERS,
 )  # fmt: skip
-@examples(60)
+@examples(30)
 async def test_any_body_at_all_is_taken_or_refused(tmp_path: Path, body: bytes, borders: list[int]) -> None:
     reported = await upload(tmp_path, [body])
     again = await upload(tmp_path, cut(body, borders))
@@ -233,7 +233,7 @@ _HEADER = st.text(st.characters(max_codepoint=255), max_size=20)  # as a server 
 
 
 @given(content_type=st.one_of(_HEADER, _HEADER.map("multipart/form-data; boundary=".__add__)))
-@examples(50)
+@examples(25)
 async def test_any_content_type_is_taken_or_refused(tmp_path: Path, content_type: str) -> None:
     reported = await upload(tmp_path, [b"--x\r\n"], content_type)
     assert reported[0] in (415, 422)

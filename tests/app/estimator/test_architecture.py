@@ -52,7 +52,7 @@ def test_impossible_config_json_is_reported_unknown(file: dict[str, Any], says: 
     assert "Error:" not in str(raised.value)
 
 
-@examples(150)
+@examples(75)
 @given(st.data())
 def test_any_config_json_is_counted_or_reported_unknown(data: st.DataObject) -> None:
     family = data.draw(st.sampled_from(sorted(architecture.FAMILIES)))

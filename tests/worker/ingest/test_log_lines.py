@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from worker.ingest.log_lines import MAX_LINE_BYTES, LogLine, LogLines, Stream
 from worker.ingest.record_parser import clean_record, parse_record
 from worker.ingest.redaction import Redactor
@@ -211,7 +212,7 @@ json_like = st.recursive(
 
 class TestRecords:
     @given(json_like)
-    @settings(max_examples=300)
+    @examples(100)
     def test_any_record_becomes_storable(self, record: Any) -> None:
         text = json.dumps(clean_record(record, Redactor()), allow_nan=False)
         assert "\\u0000" not in text

@@ -43,7 +43,7 @@ def every(pieces: list[tuple[Stream, bytes]], **options: Any) -> list[LogLine]:
 
 @given(whole=_OUTPUT, borders=st.lists(st.integers(0), max_size=8), source=st.sampled_from(["stdout", "stderr"]))
 @example(whole=b"x\r", borders=[1], source="stdout")
-@examples(150)
+@examples(75)
 def test_borders_change_nothing_and_every_line_is_fit_to_be_kept(
     whole: bytes, borders: list[int], source: Stream
 ) -> None:
@@ -72,7 +72,7 @@ def test_borders_change_nothing_and_every_line_is_fit_to_be_kept(
     burst=st.integers(1, 5),
     rate=st.floats(0.5, 10),
 )
-@examples(60)
+@examples(30)
 def test_a_flood_is_counted_and_its_notes_are_lines_like_others(
     fed: list[tuple[Stream, bytes]], burst: int, rate: float
 ) -> None:

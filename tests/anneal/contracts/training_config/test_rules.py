@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -17,6 +17,7 @@ from anneal.contracts.training_config.raw_config import given_fields
 from anneal.contracts.training_config.resolution import resolve_config
 from anneal.contracts.training_config.rules import DeviceCapabilities
 from anneal.contracts.training_config.validation import config_errors
+from tests.properties import examples
 
 ANSWER = {"type": "exact_match"}
 
@@ -328,7 +329,7 @@ class TestRewards:
         assert metric_names(rewards) == ["length", "regex", "length_2", "length_3"]
 
     @given(st.lists(st.builds(lambda kind, rest: {**rest, "type": kind}, KINDS, st.dictionaries(FIELDS, VALUES))))
-    @settings(max_examples=100)
+    @examples(50)
     def test_no_reward_however_odd_raises_and_what_is_said_of_it_is_json(self, rewards: list[dict[str, Any]]) -> None:
         reported = config_errors({"base_model": "tiny", **rlhf(*rewards)}, has_eval_dataset=False)
         json.dumps([problem.model_dump() for problem in reported], ensure_ascii=False).encode()

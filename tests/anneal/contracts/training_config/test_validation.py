@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anneal.contracts.methods import TrainingMethod
@@ -19,6 +19,7 @@ from anneal.contracts.training_config.rules import DeviceCapabilities, sharding_
 from anneal.contracts.training_config.sequence_parallel import sequence_parallel_obstacles
 from anneal.contracts.training_config.validation import config_errors, resume_problems
 from tests.anneal.contracts.training_config.configurations import CPU, GPU, OLD_GPU, codes, effective
+from tests.properties import examples
 
 FIELDS = st.sampled_from([*TrainingConfig.model_fields, "beta", "rewards", "type", "max_grad_norm", "a.b", ""])
 NAMES = FIELDS | st.text(st.characters(exclude_categories=[]), max_size=20)
@@ -286,7 +287,7 @@ class TestEachFieldIsChecked:
         assert len(codes({f"wrong{n}": n for n in range(1000)})) == 200
 
     @given(CONFIGS)
-    @settings(max_examples=100)
+    @examples(50)
     def test_no_json_object_however_odd_raises_and_what_is_said_of_it_is_json(self, config: dict[str, Any]) -> None:
         errors = config_errors(config, has_eval_dataset=False, dataset_format="chat", machine=CPU)
         json.dumps([problem.model_dump() for problem in errors], ensure_ascii=False).encode()

@@ -83,7 +83,7 @@ def in_any_pieces(kind: type[ArrayReader] | type[TableReader], whole: bytes, bor
 @example(whole=b'[{"text": "' + b"x" * _MOST_ROW + b'"}]}', borders=[])
 @example(whole=b'[{"text": "' + b"x" * _MOST_ROW + b'"} {"x": ' + b"[" * 3000, borders=[])
 @example(whole=b" " * 5000 + b'[{"text": "a"}]', borders=[])
-@examples(100)
+@examples(50)
 def test_an_array_is_taken_exactly_when_a_strict_parser_takes_it(whole: bytes, borders: list[int]) -> None:
     reported = in_any_pieces(ArrayReader, whole, borders)
     try:
@@ -111,7 +111,7 @@ _CELL = st.one_of(st.text(st.characters(exclude_categories=["Cs"], exclude_chara
     end=st.sampled_from(["\n", "\r\n"]),
     borders=_BORDERS,
 )
-@examples(100)
+@examples(50)
 def test_a_table_comes_back_as_it_was_written(table: list[tuple[str, str]], end: str, borders: list[int]) -> None:
     file = io.StringIO(newline="")
     csv.writer(file, lineterminator=end, quoting=csv.QUOTE_ALL).writerows([("text", "n"), *table])
@@ -129,7 +129,7 @@ def test_a_table_comes_back_as_it_was_written(table: list[tuple[str, str]], end:
     ),
     borders=_BORDERS,
 )  # fmt: skip
-@examples(100)
+@examples(50)
 def test_any_table_is_taken_or_refused(header: bytes, body: bytes, borders: list[int]) -> None:
     reported = in_any_pieces(TableReader, header + b"\n" + body, borders)
     for row in reported:

@@ -153,7 +153,7 @@ def check(got: list[Any], events: list[tuple[str, Any, Frame]]) -> None:
 
 @given(payloads=_PAYLOADS, batch=st.integers(1, 4), silent=st.sets(st.integers(0, 8)), borders=st.lists(st.integers(0)))
 @example(payloads=[{"line": "a\u2028b"}, {"\r\n": "\ud800"}], batch=1, silent={0}, borders=[])
-@examples(60)
+@examples(30)
 async def test_every_event_reaches_both_readers_as_it_was_said(
     payloads: list[dict[str, Any]], batch: int, silent: set[int], borders: list[int]
 ) -> None:
@@ -175,7 +175,7 @@ async def test_every_event_reaches_both_readers_as_it_was_said(
 
 @given(payloads=_PAYLOADS, batch=st.integers(1, 4), borders=st.lists(st.integers(0)))
 @example(payloads=[{"line": "a\u2028b\x85c\u2029"}], batch=1, borders=[])
-@examples(40)
+@examples(20)
 async def test_readers_that_split_at_every_line_end_of_unicode_see_whole_lines(
     payloads: list[dict[str, Any]], batch: int, borders: list[int]
 ) -> None:
@@ -196,7 +196,7 @@ async def test_readers_that_split_at_every_line_end_of_unicode_see_whole_lines(
 
 
 @given(whole=st.binary(max_size=300), borders=st.lists(st.integers(0), max_size=8))
-@examples(100)
+@examples(50)
 def test_the_strict_reader_does_not_mind_how_it_is_fed(whole: bytes, borders: list[int]) -> None:
     """The yardstick itself: pieces change nothing."""
 

@@ -64,7 +64,7 @@ def started(queue: Snapshot, assignment: Assignment) -> Snapshot:
 
 
 @given(snapshots())
-@examples(100)
+@examples(50)
 def test_a_claim_takes_free_devices_of_its_worker_and_stays_within_quotas(queue: Snapshot) -> None:
     holds = stored(queue)
     for offer in queue.fleet.workers:
@@ -80,7 +80,7 @@ def test_a_claim_takes_free_devices_of_its_worker_and_stays_within_quotas(queue:
 
 
 @given(snapshots(ends=(5.0, 30.0)))
-@examples(100)
+@examples(50)
 def test_claims_of_all_workers_do_not_delay_the_first_run_that_holds_workers(queue: Snapshot) -> None:
     plan = schedule(queue)
     if not plan.holds:
@@ -99,7 +99,7 @@ def test_claims_of_all_workers_do_not_delay_the_first_run_that_holds_workers(que
 
 
 @given(snapshots())
-@examples(100)
+@examples(50)
 def test_the_first_run_is_claimed_by_each_worker_on_which_it_can_start(queue: Snapshot) -> None:
     due = [run for run in queue.waiting if run.not_before <= 0]
     if not due:

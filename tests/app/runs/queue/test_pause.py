@@ -33,7 +33,7 @@ PAUSE = Pause(datetime(2026, 1, 2, tzinfo=UTC), "ada", "new cooling")
 
 
 @given(snapshots())
-@examples(40)
+@examples(20)
 def test_no_run_starts_while_the_queue_is_paused_and_the_first_that_waits_for_devices_holds_them(
     queue: Snapshot,
 ) -> None:

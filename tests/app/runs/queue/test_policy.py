@@ -112,7 +112,7 @@ def placements(queue: Snapshot, run: WaitingRun, free: set[tuple[str, int]]) -> 
 
 
 @given(snapshots())
-@examples(100)
+@examples(50)
 def test_a_plan_gives_each_free_device_once_and_whole_runs_within_their_quotas(queue: Snapshot) -> None:
     plan = schedule(queue)
     devices, free = assigned_devices(plan), free_devices(queue)
@@ -127,7 +127,7 @@ def test_a_plan_gives_each_free_device_once_and_whole_runs_within_their_quotas(q
 
 
 @given(snapshots())
-@examples(100)
+@examples(50)
 def test_a_run_that_could_start_waits_only_for_devices_or_quotas_held_for_an_earlier_one(queue: Snapshot) -> None:
     plan = schedule(queue)
     started = {assignment.run.run_id for assignment in plan.assignments}
@@ -142,7 +142,7 @@ def test_a_run_that_could_start_waits_only_for_devices_or_quotas_held_for_an_ear
 
 
 @given(snapshots())
-@examples(100)
+@examples(50)
 def test_the_first_run_starts_whenever_it_can(queue: Snapshot) -> None:
     due = [run for run in queue.waiting if run.not_before <= 0]
     if not due:
@@ -155,7 +155,7 @@ def test_the_first_run_starts_whenever_it_can(queue: Snapshot) -> None:
 
 
 @given(snapshots(ends=(5.0, 30.0)))
-@examples(100)
+@examples(50)
 def test_later_runs_never_delay_the_first_run_that_holds_workers(queue: Snapshot) -> None:
     plan = schedule(queue)
     if not plan.holds:
@@ -173,7 +173,7 @@ def test_later_runs_never_delay_the_first_run_that_holds_workers(queue: Snapshot
 
 
 @given(snapshots(ends=(5.0, 30.0)))
-@examples(100)
+@examples(50)
 def test_no_run_that_fits_the_fleet_and_its_quotas_starves(queue: Snapshot) -> None:
     starts = predict_starts(queue)
     usable = {
@@ -189,7 +189,7 @@ def test_no_run_that_fits_the_fleet_and_its_quotas_starves(queue: Snapshot) -> N
 
 
 @given(snapshots(), st.data())
-@examples(50)
+@examples(25)
 def test_a_plan_does_not_depend_on_the_order_in_which_runs_and_workers_are_read(queue: Snapshot, data: Any) -> None:
     shuffled = replace(
         queue,

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.data_utils import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from anneal.contracts.training_config.fields import TrainingConfig
+from tests.properties import examples
 from tests.worker.training.tiny import CORPUS, write_rows
 from worker.training.data import dataset, packing
 from worker.training.data.packing import Packs
@@ -39,7 +40,7 @@ def tokens_of(packs: Packs, lengths: list[int], strategy: str) -> list[list[int]
 
 
 class TestAsTrl:
-    @settings(max_examples=60)
+    @examples(30)
     @given(room=ROOMS, lengths=st.data())
     def test_best_fit_makes_the_same_packs(self, room: int, lengths: st.DataObject) -> None:
         drawn = lengths.draw(st.lists(st.integers(1, room), min_size=1, max_size=80))
@@ -57,7 +58,7 @@ class TestAsTrl:
         parts = [packs.order[one:other] for one, other in pairwise(packs.texts)]
         assert [np.array(lengths)[part].tolist() for part in parts] == seq_lengths
 
-    @settings(max_examples=60)
+    @examples(30)
     @given(room=ROOMS, lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60))
     def test_a_stream_is_cut_in_the_same_places_and_knows_its_texts(self, room: int, lengths: list[int]) -> None:
         theirs, _ = as_trl_packs(lengths, room, "wrapped")

@@ -8,11 +8,12 @@ from typing import Any
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import sacrebleu
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from anneal.contracts.prompts import SCORES
+from tests.properties import examples
 from tests.worker.training.prediction.test_predict import answers_of, make_questions, predict, prediction_job
 from tests.worker.training.tiny import Forks, make_job, make_pairs, write_rows
 from worker.training.prediction.scores import Totals, _comparisons
@@ -136,7 +137,7 @@ WORDS = st.lists(st.sampled_from(["the", "row", "of", "a", "model", "42", "Ça",
 
 
 @given(WORDS, WORDS)
-@settings(max_examples=200)
+@examples(66)
 def test_rouge_l_is_that_of_the_library(text: str, reference: str) -> None:
     expected = RougeScorer(["rougeL"]).score(reference, text)["rougeL"].fmeasure
     assert _comparisons()["rouge_l"](text, reference) == expected
