@@ -69,17 +69,12 @@ class RayApi:
     def __init__(self, url: str, token: str | None) -> None:
         import httpx
 
+        from app.infra.internal_http import internal_client
+
         self.url = url
         self._errors = (httpx.HTTPError, TimeoutError)
         self._no_connection = (httpx.ConnectError, httpx.ConnectTimeout)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        timeout = httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS)
-        # The cluster is in the network of the API; a proxy for the internet would also see the token.
-        certificates = httpx.create_ssl_context(trust_env=False)
-        certificates.set_default_verify_paths()  # those of the system and of SSL_CERT_FILE, such as a private authority
-        self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=timeout, trust_env=False, verify=certificates
-        )
+        self._http = internal_client(url, token, httpx.Timeout(_CALL_SECONDS, connect=_CONNECT_SECONDS))
 
     async def close(self) -> None:
         """Close the connections."""
