@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,8 @@ _REDIS_SECONDS = 10.0
 """Seconds for which a question waits for Redis."""
 _WAITS = ("reserved", "quota", "devices_paused")
 """Reasons for which a run waits that pass by themselves."""
-_RETRY = {"Retry-After": str(RETRY_SECONDS), "x-should-retry": "true"}
-_NO_RETRY = {"x-should-retry": "false"}
+RETRY = {"Retry-After": str(RETRY_SECONDS), "x-should-retry": "true"}
+NO_RETRY = {"x-should-retry": "false"}
 _STATUS = {"context_length_exceeded": 400, "invalid_prompt": 400, "tools_not_supported": 400, "internal": 500}
 """Status of an error of the engine; 503 for the others, which are about the model and its device."""
 
@@ -90,7 +90,7 @@ class _OpenQuestion:
 
     def lose(self) -> None:
         """End the wait for an answer that will not come."""
-        self.arrivals.put_nowait(_interrupted() if self.is_started else AskAgain())
+        self.arrivals.put_nowait(answer_interrupted() if self.is_started else AskAgain())
 
 
 class Questions:
@@ -144,19 +144,12 @@ class Questions:
             remaining = question.n
             try:
                 while remaining:
-                    try:
-                        async with asyncio.timeout(KEEP_ALIVE_SECONDS):
-                            arrival = await open_question.arrivals.get()
-                    except TimeoutError:
-                        yield None
-                        continue
-                    if isinstance(arrival, Exception):
-                        raise arrival
-                    if arrival.error is not None:
+                    piece = await next_arrival(open_question.arrivals)
+                    if piece is not None and piece.error is not None:
                         remaining = 0
-                        raise _error_of_engine(arrival.error)
-                    remaining -= arrival.finish_reason is not None
-                    yield arrival
+                        raise _error_of_engine(piece.error)
+                    remaining -= piece is not None and piece.finish_reason is not None
+                    yield piece
             except AskAgain:
                 continue
             finally:
@@ -166,11 +159,12 @@ class Questions:
             503,
             "serving_failed",
             f"{_TRIES} serving runs of the model have ended before they answered: GET /v1/runs lists them.",
-            headers=_NO_RETRY,
+            headers=NO_RETRY,
         )
 
     async def _ask(self, run_id: str, caller_id: str, question: Question) -> _OpenQuestion:
-        self._refuse_too_many(run_id, caller_id, question.n)
+        open_choices = [(it.caller_id, it.choices) for it in self._open.values() if it.run_id == run_id]
+        refuse_too_many(open_choices, caller_id, question.n, self.most_open)
         open_question = _OpenQuestion(new_id("ask"), run_id, caller_id, question.n)
         sent = question.model_copy(update={"id": open_question.id}).model_dump_json(exclude_defaults=True)
         self._open[open_question.id] = open_question
@@ -181,19 +175,6 @@ class Questions:
             self._open.pop(open_question.id, None)
             raise
         return open_question
-
-    def _refuse_too_many(self, run_id: str, caller_id: str, choices: int) -> None:
-        """Raise an error if another question with this number of choices is too much; the first one never is."""
-        questions = [it for it in self._open.values() if it.run_id == run_id]
-        of_all = sum(it.choices for it in questions)
-        of_caller = sum(it.choices for it in questions if it.caller_id == caller_id)
-        share = max(self.most_open // _SHARE, 1)
-        if of_all and of_all + choices > self.most_open:
-            message = f"The model has {of_all:,} open answers, of at most {self.most_open:,}: ask again when some end."
-            raise ApiError(429, "too_many_questions", message, headers=_RETRY)
-        if of_caller and of_caller + choices > share:
-            message = f"This key has {of_caller:,} open answers of the model, of at most {share:,}: ask when some end."
-            raise ApiError(429, "too_many_questions", message, headers=_RETRY)
 
     async def _send(self, run_id: str, question: str) -> str:
         """Send a question; return its entry in the stream of the run."""
@@ -308,6 +289,35 @@ class Questions:
         task.add_done_callback(self._tasks.discard)
 
 
+async def next_arrival(arrivals: asyncio.Queue[AnswerPiece | Exception]) -> AnswerPiece | None:
+    """Return the next piece, or None after `KEEP_ALIVE_SECONDS` of silence; raise an exception that has arrived."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+            arrival = await arrivals.get()
+    except TimeoutError:
+        return None
+    if isinstance(arrival, Exception):
+        raise arrival
+    return arrival
+
+
+def refuse_too_many(open_choices: Iterable[tuple[str, int]], caller_id: str, choices: int, most_open: int) -> None:
+    """Raise 429 if a question with this number of choices is too much beside those that are open, by their caller.
+
+    The first question never is, of all callers or of this one.
+    """
+    open_choices = list(open_choices)
+    of_all = sum(number for _, number in open_choices)
+    of_caller = sum(number for caller, number in open_choices if caller == caller_id)
+    share = max(most_open // _SHARE, 1)
+    if of_all and of_all + choices > most_open:
+        message = f"The model has {of_all:,} open answers, of at most {most_open:,}: ask again when some end."
+        raise ApiError(429, "too_many_questions", message, headers=RETRY)
+    if of_caller and of_caller + choices > share:
+        message = f"This key has {of_caller:,} open answers of the model, of at most {share:,}: ask when some end."
+        raise ApiError(429, "too_many_questions", message, headers=RETRY)
+
+
 def is_lost(attempt: int | None, run: Any, *, is_alive: bool) -> bool:
     """Return True if a question to a run, taken by this attempt of it if by any, will not be answered."""
     if run.status == "completed":
@@ -321,13 +331,13 @@ def _reason_not_to_wait(run: Any) -> ApiError | None:
     """Return the error of questions to a run that was stopped, has failed, or cannot start."""
     if run.stop_requested_at is not None or run.status == "cancelled":
         message = f"Serving run {run.id} was stopped; the next question to the model starts another one."
-        return ApiError(503, "serving_stopped", message, headers=_NO_RETRY)
+        return ApiError(503, "serving_stopped", message, headers=NO_RETRY)
     if run.status == "failed":
         message = f"Serving run {run.id} has failed: {run.error_message} `anneal runs why {run.id}` says more."
-        return ApiError(503, "serving_failed", message, headers=_NO_RETRY)
+        return ApiError(503, "serving_failed", message, headers=NO_RETRY)
     reason = run.pending_reason
     if run.status == "pending" and reason is not None and reason["code"] not in _WAITS:
-        return ApiError(503, reason["code"], reason["message"], headers=_RETRY)
+        return ApiError(503, reason["code"], reason["message"], headers=RETRY)
     return None
 
 
@@ -340,16 +350,16 @@ def _waited_too_long(open_question: _OpenQuestion, run: Any, *, is_alive: bool) 
         open_question.pending_since = now
     elif now - open_question.pending_since > _PENDING_SECONDS:
         if run.pending_reason is not None:
-            return ApiError(503, "serving_waits", run.pending_reason["message"], headers=_RETRY)
+            return ApiError(503, "serving_waits", run.pending_reason["message"], headers=RETRY)
         message = f"Serving run {run.id} waits for a device: `anneal runs list` shows what comes before it; ask later."
-        return ApiError(503, "serving_waits", message, headers=_RETRY)
+        return ApiError(503, "serving_waits", message, headers=RETRY)
     if run.status != "running" or is_alive or open_question.attempt is not None:
         open_question.unserved_since = None
     elif open_question.unserved_since is None:
         open_question.unserved_since = now
     elif now - open_question.unserved_since > _UNSERVED_SECONDS:
         message = f"The worker of serving run {run.id} takes no questions now: ask again."
-        return ApiError(503, "serving_lost", message, headers=_RETRY)
+        return ApiError(503, "serving_lost", message, headers=RETRY)
     return None
 
 
@@ -357,11 +367,12 @@ def _error_of_engine(error: AnswerError) -> ApiError:
     return ApiError(_STATUS.get(error.code, 503), error.code, error.message)
 
 
-def _interrupted() -> ApiError:
+def answer_interrupted() -> ApiError:
+    """Create the error of an answer whose process was lost in the middle of it."""
     message = "The process that wrote the answer was lost before its end: ask again."
-    return ApiError(503, "answer_interrupted", message, headers=_RETRY)
+    return ApiError(503, "answer_interrupted", message, headers=RETRY)
 
 
 def _redis_unavailable() -> ApiError:
     message = f"Questions cannot be sent, because Redis does not answer; try again in {RETRY_SECONDS} seconds."
-    return ApiError(503, "redis_unavailable", message, headers=_RETRY)
+    return ApiError(503, "redis_unavailable", message, headers=RETRY)
