@@ -34,6 +34,8 @@ _REWARD_HOST = re.compile(
 )
 _HOST = r"[A-Za-z0-9._-]+|[0-9a-f:.]+"
 _ORIGIN = r"https?://(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::[0-9]{1,5})?"
+_SERVICE = rf"(?i:{_ORIGIN})(?:/[A-Za-z0-9._~/-]*)?"
+"""URL of a service. Errors do not repeat one that does not match, since it may contain a token."""
 
 
 class Settings(HomeSettings):
@@ -106,6 +108,14 @@ class Settings(HomeSettings):
     """Maximum size of one row of a dataset, in bytes."""
     serve_idle_seconds: float = Field(default=300.0, ge=1.0)
     """Seconds without a question after which a serving run ends, and frees its device."""
+    engine_url: str | None = None
+    """URL of an engine with OpenAI's API, such as vLLM (`http://vllm:8000`), that answers questions to the base models
+    which it serves, and to adapters on them; unset: serving runs answer all."""
+    engine_api_key: str | None = Field(default=None, repr=False)
+    """Key of the engine (`--api-key` of vLLM)."""
+    engine_storage: Path | None = None
+    """Folder at which the engine sees the storage, from which it loads adapters; unset: that of `storage`, which the
+    engine must then see under the same path."""
     streams_per_key: int = Field(default=500, ge=1)
     """Maximum number of streams of events and logs that a key may have open at each API process."""
     keep_events_days: float | None = Field(default=None, ge=0, le=36_500)
@@ -242,19 +252,35 @@ class Settings(HomeSettings):
     @field_validator("ray_url")
     @classmethod
     def _check_ray(cls, url: str | None) -> str | None:
-        # The message does not repeat the value, which may contain a token.
-        if url is not None and re.fullmatch(rf"(?i:{_ORIGIN})(?:/[A-Za-z0-9._~/-]*)?", url) is None:
+        if url is not None and re.fullmatch(_SERVICE, url) is None:
             raise ValueError(
                 "must be http(s)://host[:port][/path], the address of Ray's dashboard, without user, password and "
                 "options; set ANNEAL_RAY_TOKEN to the cluster's token"
             )
         return url
 
-    @field_validator("ray_token")
+    @field_validator("engine_url")
     @classmethod
-    def _check_ray_token(cls, token: str | None) -> str | None:
+    def _check_engine(cls, url: str | None) -> str | None:
+        if url is not None and re.fullmatch(_SERVICE, url) is None:
+            raise ValueError(
+                "must be http(s)://host[:port][/path], the address of the engine, without user, password and options; "
+                "set ANNEAL_ENGINE_API_KEY to its key"
+            )
+        return url
+
+    @field_validator("engine_storage")
+    @classmethod
+    def _check_engine_storage(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not folder.is_absolute():
+            raise ValueError(f"{str(folder)[:200]!r} is not an absolute path: write it as the engine sees it")
+        return folder
+
+    @field_validator("ray_token", "engine_api_key")
+    @classmethod
+    def _check_token(cls, token: str | None) -> str | None:
         if token is not None and re.fullmatch(r"[!-~]+", token) is None:
-            raise ValueError("must be printable ASCII characters without spaces, as `ray get-auth-token` prints it")
+            raise ValueError("must be printable ASCII characters without spaces")
         return token
 
     @field_validator("mlflow_tracking_uri")

@@ -5,7 +5,7 @@ import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI
 from starlette.middleware import Middleware
@@ -75,6 +75,9 @@ from app.runs.events.stream import Streams
 from app.runs.queue.dispatcher import Dispatcher
 from app.runs.queue.eta import EtaService
 from app.webhooks.sender import WebhookSender
+
+if TYPE_CHECKING:
+    from app.openai.external_engine import ExternalEngine
 
 DESCRIPTION = "Fine-tune language models on your own machines: durable runs, live event streams, exact resume."
 
@@ -182,6 +185,16 @@ def _foreign_origins(settings: Settings) -> list[Middleware]:
     ]
 
 
+def _external_engine(settings: Settings, storage: Storage) -> "ExternalEngine | None":
+    if settings.engine_url is None:
+        return None
+    from app.openai.external_engine import (
+        ExternalEngine,
+    )  # imports an HTTP client, which others need not wait for
+
+    return ExternalEngine(settings, storage)
+
+
 @asynccontextmanager
 async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     """Create and close the resources of the process; does not wait for servers that may be unavailable."""
@@ -210,6 +223,7 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
     sending = async_engine(settings.database_url or "", pool_size=1)
     webhooks = WebhookSender(sending, settings)
     api.state.questions = questions = Questions(settings, sessions)
+    api.state.external_engine = external_engine = _external_engine(settings, storage)
     api.state.open_streams = OpenStreams(settings.streams_per_key)
     api.state.estimate_turns = EstimateTurns()
     api.state.open_downloads = OpenDownloads(DOWNLOADS_PER_KEY)
@@ -237,6 +251,8 @@ async def _lifespan(api: FastAPI) -> AsyncIterator[None]:
         sweeping.cancel()
         pruning.cancel()
         await questions.stop()
+        if external_engine is not None:
+            await external_engine.close()
         await webhooks.stop()
         await ray_jobs.stop()
         await dispatcher.stop()

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastapi import APIRouter, BackgroundTasks, Depends, Request
 from pydantic import BaseModel
@@ -42,6 +42,9 @@ from app.openai.questions import Questions
 from app.runs.creating.creation import RunTransaction
 from app.runs.creating.serving import ServedModel, find_model, find_or_create_serving_run
 from app.runs.events.responses import StreamResponse
+
+if TYPE_CHECKING:  # an API without an engine does not wait for this import
+    from app.openai.external_engine import ExternalEngine
 
 router = APIRouter()
 
@@ -168,7 +171,7 @@ class TextForm(AnswerForm):
 
 
 class AnswerCall:
-    """Call that asks a question: finds the model, has a serving run answer, and responds in a form."""
+    """Call that asks a question: finds the model, has the engine or a serving run answer, and responds in a form."""
 
     def __init__(self, request: Request, settings: Settings, storage: Storage, caller_id: str) -> None:
         self._request, self._settings, self._storage, self._caller_id = request, settings, storage, caller_id
@@ -177,9 +180,7 @@ class AnswerCall:
         """Respond with the answer. Errors of the first seconds have a status of their own, also of a stream."""
         async with self._request.app.state.sessions() as session:
             model = await find_model(session, self._settings, self._storage, body.model)
-        questions: Questions = self._request.app.state.questions
-        question = question.model_copy(update={"adapter": model.adapter})
-        pieces = questions.answer(question, self._caller_id, partial(self._find_run, model))
+        pieces = await self._ask(model, question)
         if not body.stream:
             return await self._respond_whole(pieces, form)
         first = await anext(pieces)
@@ -187,16 +188,38 @@ class AnswerCall:
         cut = ApiError(503, "server_stopping", "The server shuts down in the middle of the answer: ask again.")
         return StreamResponse(self._request, events, cut=self._error_event(cut))
 
+    async def _ask(self, model: ServedModel, question: Question) -> AsyncGenerator[AnswerPiece | None, None]:
+        """Return the pieces of the answer, of the engine if there is one that can answer, and else of a serving run."""
+        state, reason = self._request.app.state, None
+        external_engine: ExternalEngine | None = state.external_engine
+        if external_engine is not None:
+            reason = await external_engine.reason_not_to_answer(model)
+            if reason is None:
+                return external_engine.answer(model, question, self._caller_id)
+        questions: Questions = state.questions
+        question = question.model_copy(update={"adapter": model.adapter})
+        return questions.answer(question, self._caller_id, partial(self._find_run, model, reason))
+
     def _error_event(self, error: ApiError) -> bytes:
         return _event(bytes(problem_response(self._request.scope, error).body))
 
-    async def _find_run(self, model: ServedModel) -> str:
-        """Return the serving run of a model, which is created if there is none; an audit entry says so."""
+    async def _find_run(self, model: ServedModel, reason_for_run: str | None) -> str:
+        """Return the serving run of a model, which is created if there is none; an audit entry says so.
+
+        If there is an engine, `reason_for_run` says why it does not answer.
+        """
         state = self._request.app.state
         async with state.sessions() as session:
             # Of the service itself: all callers share the run, which the quota or budget of one must not hold up.
             transaction = RunTransaction(session, BackgroundTasks())
-            run, is_new = await find_or_create_serving_run(transaction, self._settings, self._storage, model)
+            try:
+                run, is_new = await find_or_create_serving_run(
+                    transaction, self._settings, self._storage, model, reason_for_run
+                )
+            except ApiError as error:
+                if error.status == 503 and reason_for_run is not None:
+                    error.detail += f" A serving run would have to answer, because {reason_for_run}."
+                raise
             run_id: str = run.id
             if is_new:
                 AuditedCall(self._request.scope).write_entry(session, 200, run_id)
@@ -273,7 +296,8 @@ async def create_chat_completion(body: ChatRequest, call: Call) -> Response:
 
     A serving run (`GET /v1/runs?task=serve`) answers. The first question to a base model creates it, and models that
     are adapters on that base share it. It ends when no question has come for `ANNEAL_SERVE_IDLE_SECONDS`, or when
-    another run waits for its device. Until the model is loaded, a streamed answer consists of comments.
+    another run waits for its device. Until the model is loaded, a streamed answer consists of comments. If the operator
+    has set `ANNEAL_ENGINE_URL`, that engine answers for the base models that it serves, and for adapters on them.
     """
     _refuse_unsupported(body)
     if body.max_tokens is not None and body.max_completion_tokens is not None:

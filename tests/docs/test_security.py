@@ -26,6 +26,7 @@ def test_every_attacker_is_listed() -> None:
         "A writer to Redis",
         "The network between hosts",
         "A user of the Ray cluster",
+        "A user of the external engine",
         "Another Unix user of the machine",
         "A stolen dump of the database",
         "A stolen disk",

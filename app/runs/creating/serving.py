@@ -7,6 +7,7 @@ that takes no others beside it, has a serving run of its own, which loads it as 
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -64,6 +65,10 @@ class ServedModel:
     """Run or checkpoint that is the adapter; None: the base model itself answers."""
     weights: str | None = None
     """Run or checkpoint whose weights a serving run of its own loads; `config` is that of the run then."""
+    adapter_folder: Path | None = None
+    """Folder of the adapter in the storage."""
+    adapter_fields: frozenset[str] = frozenset()
+    """Fields of the configuration that the user has set in the run which has trained the adapter."""
 
     @property
     def is_answered_by(self) -> ColumnElement[bool]:
@@ -83,7 +88,7 @@ async def find_model(session: AsyncSession, settings: Settings, storage: Storage
     Raises 404 if there is no such run or checkpoint, 422 if it writes no text. A base model may not exist.
     """
     if is_id(name, "ckpt"):
-        return await _find_checkpoint(session, name)
+        return await _find_checkpoint(session, storage, name)
     if resolver.is_run(name):
         run = await session.get(Run, name)
     else:
@@ -103,16 +108,23 @@ async def find_model(session: AsyncSession, settings: Settings, storage: Storage
     method = method_of(run.config)
     if method.trains_adapter(run.config["lora_r"]) and run.config.get("output") != "merged":
         config = _loading_config(run, method, _OF_BASE)
-        return ServedModel(config, weights=run.id) if _is_alone(run) else ServedModel(config, adapter=run.id)
+        if _is_alone(run):
+            return ServedModel(config, weights=run.id)
+        return _adapter_model(config, run, run.id, storage.output_dir(run.id, run.output_attempt))
     return ServedModel(_loading_config(run, method, _OF_MODEL) | {"base_model": run.id})
 
 
 async def find_or_create_serving_run(
-    transaction: RunTransaction, settings: Settings, storage: Storage, model: ServedModel
+    transaction: RunTransaction,
+    settings: Settings,
+    storage: Storage,
+    model: ServedModel,
+    reason_for_run: str | None = None,
 ) -> tuple[Run, bool]:
     """Return the serving run of a model, and True if it is new; the caller commits, and then notifies workers.
 
-    Raises 404 or 422 if the model cannot be loaded, 503 with the reason if no worker can take a new run.
+    `reason_for_run` says in the first event of a new run why nothing else answers. Raises 404 or 422 if the model
+    cannot be loaded, 503 with the reason if no worker can take a new run.
     """
     session = transaction.session
     try:
@@ -126,6 +138,8 @@ async def find_or_create_serving_run(
     else:
         request = InferenceCreate.model_construct(model=model.weights, priority=PRIORITY)
         new = await plan_inference(session, settings, storage, _WeightsServing(request), transaction.caller_id)
+    if reason_for_run is not None:
+        new = replace(new, reason=f"{new.reason}, and {reason_for_run}")
     if (reason := await _reason_not_to_start(session, settings, new.plan.requirements)) is not None:
         raise no_device(reason)
     await session.execute(select(func.pg_advisory_xact_lock(_TURN)))
@@ -219,7 +233,7 @@ async def _find_named_run(session: AsyncSession, name: str) -> Run | None:
     return await session.scalar(query.where(Run.task.in_([RunTask.train, RunTask.export])))
 
 
-async def _find_checkpoint(session: AsyncSession, checkpoint_id: str) -> ServedModel:
+async def _find_checkpoint(session: AsyncSession, storage: Storage, checkpoint_id: str) -> ServedModel:
     checkpoint = await session.get(Checkpoint, checkpoint_id)
     run = await session.get(Run, checkpoint.run_id) if checkpoint is not None else None
     if checkpoint is None or run is None:
@@ -233,12 +247,18 @@ async def _find_checkpoint(session: AsyncSession, checkpoint_id: str) -> ServedM
     has_changed_base = run.config.get("init_lora_weights") in CHANGES_BASE
     if not method.trains_adapter(run.config["lora_r"]) or has_changed_base or _is_alone(run):
         return ServedModel(config, weights=checkpoint_id)
-    return ServedModel(config, adapter=checkpoint_id)
+    folder = storage.named_checkpoint(run.id, checkpoint.attempt, checkpoint.name)
+    return _adapter_model(config, run, checkpoint_id, folder)
 
 
 def _is_alone(run: Run) -> bool:
     """Return True if the adapter of a run takes no others beside it: peft loads one with single tokens alone."""
     return bool(run.config.get("trainable_token_indices"))
+
+
+def _adapter_model(config: Mapping[str, Any], run: Run, adapter: str, folder: Path) -> ServedModel:
+    fields = frozenset(run.user_set_fields)
+    return ServedModel(config, adapter=adapter, adapter_folder=folder, adapter_fields=fields)
 
 
 def _refuse_other_runs(run: Run) -> None:
