@@ -13,9 +13,9 @@ Both have the same methods. The request and response models are in `anneal/contr
 
 from pathlib import Path
 from types import TracebackType
-from typing import Generic
 
 from anneal.client.actions import Actions
+from anneal.client.chat import Chats
 from anneal.client.connection import find_connection
 from anneal.client.datasets import Datasets
 from anneal.client.experiments import Experiments
@@ -31,12 +31,13 @@ PATIENCE = 15.0
 """Seconds during which a failed call is retried if that is safe; covers a restart of the service."""
 
 
-class _Client(Generic[M]):
+class _Client(Chats[M]):
     def __init__(
         self, transport: SyncTransport | AsyncTransport, patience: float, on_retry: OnRetry | None = None
     ) -> None:
         session = Session(transport, patience, on_retry)
         is_async = isinstance(transport, AsyncTransport)
+        super().__init__(session, is_async)
         self.url = transport.url
         self.actions: Actions[M] = Actions(session, is_async)
         self.datasets: Datasets[M] = Datasets(session, is_async)

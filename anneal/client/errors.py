@@ -1,5 +1,6 @@
 """The client's only exception: an error response, or no response."""
 
+import json
 import re
 import ssl
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ _CALLS = (
     (r"GET (?:/v1/runs/[^/\s]+|…)/(checkpoints|artifacts)", r"`client.runs.\1(run_id)`"),
     (r"GET /v1/runs/[^/\s]+/actions", "`client.actions.list(run_id)`"),
     (r"GET /v1/webhooks/\{id\}/deliveries", "`client.webhooks.deliveries(webhook_id)`"),
+    (r"`?GET /openai/v1/models`? lists .*?(?=\.$)", "`client.models.list()` and `client.runs.list()` list them"),
     (r'PATCH it with \{"enabled": true\} first', "update it with `enabled=True` first"),
     (r"GET /v1/(datasets|experiments|keys|models|runs|webhooks|workers)\b", r"`client.\1.list()`"),
     (r"POST /v1/datasets\b", "`client.datasets.upload()`"),
@@ -54,6 +56,7 @@ class AnnealError(Exception):
         errors: Sequence[FieldError] = (),
         request_id: str | None = None,
         retry_after: float | None = None,
+        is_permanent: bool = False,
     ) -> None:
         super().__init__(in_calls(detail))
         self.code = code
@@ -62,16 +65,23 @@ class AnnealError(Exception):
         self.errors = list(errors)
         self.request_id = request_id
         self.retry_after = retry_after
+        self._is_permanent = is_permanent
 
     @property
     def is_transient(self) -> bool:
         """True if the error is transient and a retry may succeed."""
-        return self.status in _PASSING or self.code in ("unreachable", "connection_lost")
+        is_passing = self.status in _PASSING or self.code in ("unreachable", "connection_lost")
+        return is_passing and not self._is_permanent
 
 
 def from_response(response: httpx.Response) -> AnnealError:
-    """Build the error from an error response that has been read: problem+json, or any body from a proxy."""
-    body = _json_object(response)
+    """Build the error from an error response that has been read.
+
+    Its body is problem+json, that of OpenAI's form below `/openai`, or anything from a proxy.
+    """
+    body = _json_object(response.content)
+    if isinstance(problem := body.get("error"), dict):
+        body = {**problem, "detail": problem.get("message")}
     items = body.get("errors")
     errors = [FieldError(**item) for item in items if _is_field_error(item)] if isinstance(items, list) else []
     detail = body.get("detail") or _without_problem(response)
@@ -82,7 +92,16 @@ def from_response(response: httpx.Response) -> AnnealError:
         errors=errors,
         request_id=response.headers.get("x-request-id"),
         retry_after=_parse_seconds(response.headers.get("retry-after")),
+        is_permanent=response.headers.get("x-should-retry") == "false",
     )
+
+
+def error_of_event(data: str) -> AnnealError | None:
+    """Build the error that the data of an event of an answer has, in OpenAI's form; None if it has none."""
+    problem = _json_object(data).get("error")
+    if not isinstance(problem, dict):
+        return None
+    return AnnealError(str(problem.get("code")), str(problem.get("message")))
 
 
 def _without_problem(response: httpx.Response) -> str:
@@ -146,9 +165,9 @@ def _is_not_tls(error: BaseException | None) -> bool:
     return False
 
 
-def _json_object(response: httpx.Response) -> dict[str, object]:
+def _json_object(text: str | bytes) -> dict[str, object]:
     try:
-        body = response.json()
+        body = json.loads(text)
     except ValueError:
         return {}
     return body if isinstance(body, dict) else {}

@@ -107,11 +107,7 @@ class Follower:
             if response.status_code == 204:
                 yield None
                 return
-            if "text/event-stream" not in response.headers.get("content-type", ""):
-                raise AnnealError(
-                    "unexpected_answer",
-                    f"{transport.url} returned no event stream: check that ANNEAL_URL is the URL of an Anneal service.",
-                )
+            check_content_type(response, transport.url)
             self._opened_at = time.monotonic()
             async with aclosing(transport.iterate_sse(response)) as sent:
                 async for frame in sent:
@@ -141,6 +137,15 @@ class Follower:
         self._last = self._cursor = position
         self._progressed = True
         return event
+
+
+def check_content_type(response: httpx.Response, url: str) -> None:
+    """Raise `AnnealError` if a response is no event stream."""
+    if "text/event-stream" not in response.headers.get("content-type", ""):
+        raise AnnealError(
+            "unexpected_answer",
+            f"{url} returned no event stream: check that ANNEAL_URL is the URL of an Anneal service.",
+        )
 
 
 def parse_event(sent: ServerSentEvent) -> AnyEvent:

@@ -4,7 +4,7 @@ The async client awaits it. The sync client runs it to completion on a transport
 """
 
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 P = ParamSpec("P")
@@ -59,9 +59,9 @@ class stream(Generic[P, T]):
         self.__doc__ = function.__doc__
 
     @overload
-    def __get__(self, resource: Resource[Sync], owner: Any) -> Callable[P, Iterator[T]]: ...
+    def __get__(self, resource: Resource[Sync], owner: Any) -> Callable[P, Generator[T]]: ...
     @overload
-    def __get__(self, resource: Resource[Async], owner: Any) -> Callable[P, AsyncIterator[T]]: ...
+    def __get__(self, resource: Resource[Async], owner: Any) -> Callable[P, AsyncGenerator[T]]: ...
     @overload
     def __get__(self, resource: None, owner: Any) -> "stream[P, T]": ...
     def __get__(self, resource: Any, owner: Any) -> Any:
@@ -84,7 +84,7 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a call of the synchronous client suspended without an event loop")
 
 
-def _iterate_sync(generator: AsyncGenerator[T]) -> Iterator[T]:
+def _iterate_sync(generator: AsyncGenerator[T]) -> Generator[T]:
     try:
         while True:
             try:

@@ -62,6 +62,7 @@ _DEFAULT_MAX_TOKENS = 16
 """Of a completion, as OpenAI's."""
 _LOOK_SECONDS = 1.0
 """Seconds between two looks whether the client still waits for a whole answer."""
+_RUN_HEADER = "x-anneal-run"
 
 
 class AnswerForm(ABC):
@@ -175,6 +176,8 @@ class AnswerCall:
 
     def __init__(self, request: Request, settings: Settings, storage: Storage, caller_id: str) -> None:
         self._request, self._settings, self._storage, self._caller_id = request, settings, storage, caller_id
+        self._run_id: str | None = None
+        """Serving run that answers, once it is known; None: an engine does."""
 
     async def respond(self, body: AnswerRequest, question: Question, form: AnswerForm) -> Response:
         """Respond with the answer. Errors of the first seconds have a status of their own, also of a stream."""
@@ -186,7 +189,9 @@ class AnswerCall:
         first = await anext(pieces)
         events = self._stream(first, pieces, form, sends_usage=body.sends_usage)
         cut = ApiError(503, "server_stopping", "The server shuts down in the middle of the answer: ask again.")
-        return StreamResponse(self._request, events, cut=self._error_event(cut))
+        response = StreamResponse(self._request, events, cut=self._error_event(cut))
+        response.headers.update(self._run_header)
+        return response
 
     async def _ask(self, model: ServedModel, question: Question) -> AsyncGenerator[AnswerPiece | None, None]:
         """Return the pieces of the answer, of the engine if there is one that can answer, and else of a serving run."""
@@ -199,6 +204,10 @@ class AnswerCall:
         questions: Questions = state.questions
         question = question.model_copy(update={"adapter": model.adapter})
         return questions.answer(question, self._caller_id, partial(self._find_run, model, reason))
+
+    @property
+    def _run_header(self) -> dict[str, str]:
+        return {} if self._run_id is None else {_RUN_HEADER: self._run_id}
 
     def _error_event(self, error: ApiError) -> bytes:
         return _event(bytes(problem_response(self._request.scope, error).body))
@@ -221,6 +230,7 @@ class AnswerCall:
                     error.detail += f" A serving run would have to answer, because {reason_for_run}."
                 raise
             run_id: str = run.id
+            self._run_id = run_id
             if is_new:
                 AuditedCall(self._request.scope).write_entry(session, 200, run_id)
             await session.commit()
@@ -238,7 +248,7 @@ class AnswerCall:
                     look_at = time.monotonic() + _LOOK_SECONDS
                     if await self._request.is_disconnected():
                         raise ClientDisconnect
-        return Response(to_json(form.whole()), media_type="application/json")
+        return Response(to_json(form.whole()), headers=self._run_header, media_type="application/json")
 
     async def _stream(
         self,
@@ -283,7 +293,10 @@ Call = Annotated[AnswerCall, Depends(_answer_call)]
 
 
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}},
+    200: {
+        "content": {"text/event-stream": {}},
+        "headers": {_RUN_HEADER: {"description": "Serving run that answers, if any.", "schema": {"type": "string"}}},
+    },
     404: {"description": "There is no such model."},
     429: {"description": "The model or this key has too many open questions, or this key too many open streams."},
     503: {"description": "No worker can answer, for the reason in the message, or the answer was interrupted."},

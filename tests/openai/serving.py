@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -11,11 +12,32 @@ from redis import Redis
 from sqlalchemy import Engine, select
 
 from anneal.contracts.attempt.messages import ControlMessage
+from app.infra.storage import Storage
 from app.tables.runs import Run
-from tests.factories import Trainer
+from tests.factories import Trainer, make_dataset, make_model, make_run
+from tests.rows import add_worker
 from tests.server import ApiServer
 from tests.waiting import eventually
 from worker.presence.question_relay import QuestionRelay
+
+
+def prepare_models(api: ApiServer, engine: Engine) -> None:
+    """Create the base model `tiny`, and a worker that takes serving runs."""
+    make_model(api.settings, "tiny")
+    far = datetime.now(UTC) + timedelta(minutes=10)
+    add_worker(engine, backends=["celery"], memory_mb=[100_000], heartbeat_at=far)
+
+
+def trained(api: ApiServer, engine: Engine, config: dict[str, Any], name: str, format: str = "chat") -> tuple[str, str]:
+    """A completed run with an output; its id and that of a checkpoint."""
+    columns = ["prompt", "chosen", "rejected"] if format == "preference" else ["messages"]
+    dataset = make_dataset(engine, format, columns)
+    run_id: str = make_run(api.client, dataset, config=config, backend="celery", name=name)["id"]
+    trainer = Trainer(engine, run_id).begin()
+    saved = trainer.checkpoint(20)
+    trainer.complete()
+    trainer.write_output(Storage(api.settings))
+    return run_id, saved
 
 
 def serving_runs(engine: Engine) -> list[Any]:

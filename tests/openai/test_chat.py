@@ -12,13 +12,12 @@ from sqlalchemy import Engine, text
 
 from app.infra.ids import new_id
 from app.infra.question_streams import alive_key, questions_stream
-from app.infra.storage import Storage
 from app.openai import questions
 from app.runs.state import machine
-from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run
+from tests.factories import Trainer, count_runs
 from tests.openai.conftest import client_of
-from tests.openai.serving import serving, serving_runs
-from tests.rows import add_run, add_worker, events_of, run_row
+from tests.openai.serving import prepare_models, serving, serving_runs, trained
+from tests.rows import add_run, events_of, run_row
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -34,9 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def client(emptied_api: ApiServer, engine: Engine) -> Iterator[openai.OpenAI]:
     """A client without retries of its own, of a service with a worker and a base model."""
-    make_model(emptied_api.settings, "tiny")
-    far = text("now() + interval '10 min'")
-    add_worker(engine, backends=["celery"], memory_mb=[100_000], heartbeat_at=far)
+    prepare_models(emptied_api, engine)
     with client_of(emptied_api, max_retries=0) as client:
         yield client
 
@@ -172,6 +169,7 @@ class TestAnswer:
             assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
             lines = answer.iter_lines()
             assert next(lines) == ": the model is not ready yet"
+            assert answer.headers["x-anneal-run"] == serving_runs(engine)[0].id
             with serving(emptied_api, engine) as process:
                 process.write(process.next_question(), "a")
                 data = [line for line in lines if line.startswith("data: ")]
@@ -252,18 +250,6 @@ class TestModel:
         ):
             reader.chat.completions.create(model="tiny", messages=HELLO)
         assert serving_runs(engine) == []
-
-
-def trained(api: ApiServer, engine: Engine, config: dict[str, Any], name: str, format: str = "chat") -> tuple[str, str]:
-    """A completed run with an output; its id and that of a checkpoint."""
-    columns = ["prompt", "chosen", "rejected"] if format == "preference" else ["messages"]
-    dataset = make_dataset(engine, format, columns)
-    run_id: str = make_run(api.client, dataset, config=config, backend="celery", name=name)["id"]
-    trainer = Trainer(engine, run_id).begin()
-    saved = trainer.checkpoint(20)
-    trainer.complete()
-    trainer.write_output(Storage(api.settings))
-    return run_id, saved
 
 
 class TestParameters:

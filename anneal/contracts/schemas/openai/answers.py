@@ -186,6 +186,49 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
 
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].message.content or ""
+
+
+class IndexedToolCall(ToolCallObject):
+    """Call of a tool in a part of an answer, which has the whole call."""
+
+    index: int
+
+
+class ChunkDelta(BaseModel):
+    """What a part of an answer adds to the message of a choice."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[IndexedToolCall] | None = None
+
+
+class ChunkChoice(BaseModel):
+    """Next part of one of the answers to a chat."""
+
+    index: int
+    delta: ChunkDelta
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunk(BaseModel):
+    """Next part of the answers to a chat, as an event of a stream has it."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """Text that it adds to the first choice."""
+        return "".join(choice.delta.content or "" for choice in self.choices if choice.index == 0)
+
 
 class TextChoice(BaseModel):
     """One of the continuations of a text."""
