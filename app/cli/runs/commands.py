@@ -65,7 +65,7 @@ def list_runs(
     method: OfMethod = None,
     dataset: OfDataset = None,
     task: Annotated[
-        Literal["train", "evaluate", "export", "predict"] | None, typer.Option(help="Only runs of this task.")
+        Literal["train", "evaluate", "export", "predict", "serve"] | None, typer.Option(help="Only runs of this task.")
     ] = None,
     search: WithText = None,
     sort: Annotated[
