@@ -10,6 +10,7 @@ _COMMANDS = (
     (r"GET /v1/runs/([^/\s]+)/actions", r"`anneal actions list \1`"),
     (r"GET /v1/runs/([^/\s]+)/checkpoints", r"`anneal runs checkpoints \1`"),
     (r"GET /v1/webhooks/\{id\}/deliveries", "`anneal webhooks deliveries`"),
+    (r"`?GET /openai/v1/models`? lists .*?(?=\.$)", "`anneal models list` and `anneal runs list` list them"),
     (r'PATCH it with \{"enabled": true\} first', "edit it with `--enable` first"),
     (r"GET …/(checkpoints|logs)\b", r"`anneal runs \1`"),
     (r"GET /v1/runs\?status=(\w+)", r"`anneal runs list --status \1`"),

@@ -34,6 +34,7 @@ NOUNS = {
 
 
 VERBS = {
+    "chat": "app.cli.chat:commands",
     "eval": "app.cli.runs.evaluate:evaluation",
     "predict": "app.cli.runs.evaluate:prediction",
     "usage": "app.cli.usage:commands",

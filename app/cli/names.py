@@ -79,9 +79,11 @@ def id_of_experiment(text: str) -> str:
     return _id_of("experiment", text)
 
 
-def id_of_run(text: str) -> str:
-    """Return the id of the run that `text` names: an id, the beginning of one, a name, or `last`."""
-    return _id_of("run", text)
+def checkpoint_or_model(client: "Anneal", model: str, checkpoint: str | None) -> str:
+    """Return the id of a checkpoint of the run that `model` names; without `checkpoint`, return `model`."""
+    if checkpoint is None:
+        return model
+    return id_within("checkpoint", checkpoint, client.runs.checkpoints(_id_of("run", model)))
 
 
 def run_or_other(context: typer.Context, text: str) -> str:
@@ -205,3 +207,15 @@ OfExperiment = Annotated[
         autocompletion=_completer("experiment"),
     ),
 ]  # fmt: skip
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Run (its id, or `last`) for its output, checkpoint (`ckpt_…`), or base model.",
+        callback=run_or_other,
+    ),
+]
+CheckpointOfModel = Annotated[
+    str | None,
+    typer.Option("--checkpoint", help="Checkpoint of the run: its id or the beginning of it, or `last`."),
+]

@@ -5,12 +5,17 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from anneal.client.client import Anneal
+from app.cli.main import cli
+from app.infra.terminal_text import plain_text
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 from tests.openai.conftest import client_of
@@ -151,16 +156,30 @@ def restart_api(stack: TrainingStack) -> None:
     stack.api.wait_until_up()
 
 
-def test_program_of_the_guide_prints_answers(
+def test_programs_of_the_guide_print_answers(
     stack: TrainingStack, ends: None, adapter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "guides" / "answers.md").read_text()
-    program = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
-    for shown, real in (
-        ("http://127.0.0.1:8700", stack.api.url), ('"…"', repr(stack.api.key)), ("run_…", adapter),
-    ):  # fmt: skip
-        assert shown in program
-        program = program.replace(shown, real)
-    exec(compile(program, "answers.md", "exec"), {})
-    first, _, streamed = capsys.readouterr().out.partition("\n")
-    assert first or streamed
+    with_openai, with_client = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    connections = {"http://127.0.0.1:8700": stack.api.url, '"…"': repr(stack.api.key)}
+    own = {"Anneal()": f"Anneal({stack.api.url!r}, {stack.api.key!r})"}
+    for program, replacements in ((with_openai, connections), (with_client, own)):
+        for shown, real in {**replacements, "run_…": adapter}.items():
+            assert shown in program
+            program = program.replace(shown, real)
+        exec(compile(program, "answers.md", "exec"), {})
+        first, _, streamed = capsys.readouterr().out.partition("\n")
+        assert first or streamed
+
+
+@pytest.mark.full
+def test_command_and_client_print_what_openais_client_gets(
+    stack: TrainingStack, client: openai.OpenAI, adapter: str, tmp_path: Path
+) -> None:
+    expected = text_of(client, adapter)
+    with Anneal(stack.api.url, stack.api.key) as own:
+        assert own.chat(adapter, QUESTION, temperature=0, max_tokens=12).text == expected
+    environment = {"ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key, "ANNEAL_HOME": str(tmp_path)}
+    options = ["--temperature", "0", "--max-tokens", "12"]
+    done = CliRunner().invoke(cli, ["chat", adapter, *options], env=environment, input=QUESTION[0]["content"])
+    assert done.stdout == f"{plain_text(expected)}\n", done.output

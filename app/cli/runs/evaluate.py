@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.cli.console import AsJson, open_client, print_details, print_json, print_note, show_phases
-from app.cli.names import complete_dataset, id_of_run, id_within, run_or_other
+from app.cli.names import CheckpointOfModel, ModelName, checkpoint_or_model, complete_dataset
 from app.cli.runs.run_request import dataset_of
 from app.cli.runs.state_text import status_text
 
@@ -20,14 +20,6 @@ _PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pr
 evaluation = typer.Typer(**_PLAIN)
 prediction = typer.Typer(**_PLAIN)
 
-_Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Run (its id, or `last`) for its output, checkpoint (`ckpt_…`), or base model.",
-        callback=run_or_other,
-    ),
-]
 _Dataset = Annotated[
     str,
     typer.Argument(
@@ -35,10 +27,6 @@ _Dataset = Annotated[
         help="Dataset: its id, its name, `last`, or a local file, which is uploaded.",
         autocompletion=complete_dataset,
     ),
-]
-_Checkpoint = Annotated[
-    str | None,
-    typer.Option("--checkpoint", help="Checkpoint of the run: its id or the beginning of it, or `last`."),
 ]
 _Sets = Annotated[
     list[str] | None,
@@ -54,9 +42,9 @@ _NoWait = Annotated[bool, typer.Option("--no-wait", help="Print the id of the ru
 
 @evaluation.command("eval")
 def evaluate(
-    model: _Model,
+    model: ModelName,
     dataset: _Dataset,
-    checkpoint: _Checkpoint = None,
+    checkpoint: CheckpointOfModel = None,
     sets: _Sets = None,
     name: _Name = None,
     no_wait: _NoWait = False,
@@ -74,9 +62,9 @@ def evaluate(
 
 @prediction.command("predict")
 def predict(
-    model: _Model,
+    model: ModelName,
     dataset: _Dataset,
-    checkpoint: _Checkpoint = None,
+    checkpoint: CheckpointOfModel = None,
     sets: _Sets = None,
     output: Annotated[
         Path | None,
@@ -103,11 +91,9 @@ def _request_body(
 ) -> dict[str, Any]:
     from app.cli.runs import run_file
 
-    if checkpoint is not None:
-        model = id_within("checkpoint", checkpoint, client.runs.checkpoints(id_of_run(model)))
     config = run_file.set_values({}, [one.removeprefix("config.") for one in sets or []])
     return {
-        "model": model,
+        "model": checkpoint_or_model(client, model, checkpoint),
         "dataset_id": dataset_of(client, dataset, Path()),
         "resources": config.pop("resources", {}),
         "config": config,

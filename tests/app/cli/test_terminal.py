@@ -2,13 +2,9 @@
 
 import json
 import os
-import pty
 import re
 import select
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,34 +17,7 @@ from app.tables.runs import Run
 from tests.conftest import Anneal, json_of
 from tests.factories import Trainer
 from tests.rows import add_run, add_worker, claim
-from tests.server import ApiServer
 from tests.waiting import eventually
-
-Started = tuple[subprocess.Popen[bytes], int]
-
-
-@pytest.fixture
-def start(shared_api: ApiServer, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], int]]]:
-    """Starts a command on a terminal of its own; answers the process and the terminal's other end."""
-    there = {"ANNEAL_HOME": str(tmp_path), "ANNEAL_URL": shared_api.url, "ANNEAL_API_KEY": shared_api.key}
-    started: list[Started] = []
-
-    def run(*arguments: str, columns: int = 100) -> Started:
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "app.cli.main", *arguments], stdin=theirs, stdout=theirs, stderr=theirs,
-            env={**os.environ, **there, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"},
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        started.append((process, ours))
-        return process, ours
-
-    yield run
-    for process, ours in started:
-        process.kill()
-        process.wait()
-        os.close(ours)
 
 
 def test_no_name_and_no_line_of_others_controls_it(
