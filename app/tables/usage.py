@@ -35,6 +35,8 @@ from app.tables.runs import Attempt, AttemptTimings, Run
 
 CPU = "cpu"
 """`device` of an attempt on CPUs, which all count as alike."""
+_MOST_TOKENS = 1e18
+"""Tokens of one attempt that usage counts at most."""
 _DAY = text("interval '1 day'")
 _GROUPS = [text(number) for number in ("1", "2", "3", "4")]
 
@@ -78,7 +80,9 @@ class DailyUsage(Base):
 
 def select_attempts() -> Select[*tuple[Any, ...]]:
     """Select the attempts of the runs that exist, with the columns of `DeletedAttempt`; live ones last until now."""
-    tokens = func.coalesce(cast(AttemptTimings.timings["tokens"].astext, Float), 0.0)
+    # A worker of another version, or an archive, may have numbers whose sum has no place in a float.
+    reported = cast(AttemptTimings.timings["tokens"].astext, Float)
+    tokens = func.least(func.coalesce(reported, 0.0), _MOST_TOKENS, type_=Float)
     query = select(
         Attempt.run_id, Attempt.attempt, Run.created_by, Run.experiment_id, Run.method, Run.base_model, Attempt.device,
         Run.devices_needed.label("devices"), tokens.label("tokens"), Attempt.started_at,

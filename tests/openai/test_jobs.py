@@ -133,6 +133,19 @@ class TestStatus:
             with pytest.raises(openai.ConflictError, match="has succeeded"):
                 refused(id)
 
+    def test_impossible_numbers_of_tokens_keep_no_job_from_being_listed(
+        self, client: openai.OpenAI, jobs: Jobs, engine: Engine
+    ) -> None:
+        trainer = trainer_of(engine, jobs.create().id).begin()
+        timing = {"run_id": trainer.run_id, "similarity_key": "x", "measured_at": "2026-01-01"}
+        with engine.begin() as connection:
+            for attempt in (1, 2):
+                values = {**timing, "attempt": attempt, "timings": {"tokens": 1.7e308}}
+                connection.execute(insert(AttemptTimings).values(values))
+        trainer.complete()
+        (job,) = client.fine_tuning.jobs.list()
+        assert job.status == "succeeded" and job.trained_tokens == 2 * 10**18
+
     def test_job_that_fails_has_the_error_of_its_run(self, client: openai.OpenAI, jobs: Jobs, engine: Engine) -> None:
         id = jobs.create().id
         trainer_of(engine, id).begin().fail("bad_data", "Row 3 has no answer.")

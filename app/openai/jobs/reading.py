@@ -24,7 +24,7 @@ SELECT first.id, first.created_at, first.job_metadata, run.id AS run_id, run.sta
     run.base_model, run.resources, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode,
     run.stop_requested_at, run.finished_at, run.error_code, run.error_message, run.output_attempt,
     CASE WHEN run.status = 'completed' THEN (
-        SELECT sum(cast(timings ->> 'tokens' AS float)) FROM run_timings WHERE run_id = ANY (
+        SELECT sum(least(cast(timings ->> 'tokens' AS float), 1e18)) FROM run_timings WHERE run_id = ANY (
             ARRAY(SELECT first.id UNION ALL SELECT member.id FROM runs AS member WHERE member.job_run_id = first.id)
         )
     ) END AS trained_tokens

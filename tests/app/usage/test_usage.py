@@ -105,6 +105,20 @@ async def test_run_that_is_deleted_while_its_attempts_are_being_counted_counts_o
     assert (await read_usage(session, settings, "month", *YEAR)).total.device_hours == 10.0
 
 
+async def test_impossible_numbers_of_tokens_do_not_end_the_count_of_usage(
+    engine: Engine, settings: Settings, session: AsyncSession
+) -> None:
+    key = add_key(engine, 8)
+    for _ in range(2):
+        train_twice(engine, key)
+    with engine.begin() as connection:
+        connection.execute(text("""UPDATE run_timings SET timings = '{"tokens": 1.7e308}'"""))
+    for _ in range(2):
+        ((group, _, device_hours, tokens, *_),) = rows(await read_usage(session, settings, "key", *YEAR))
+        assert (group, device_hours, tokens) == (key, 20.0, 2 * 10**18)
+        count_usage(engine)
+
+
 async def test_attempt_that_has_not_ended_counts_until_now_and_what_has_no_price_has_no_cost(
     engine: Engine, settings: Settings, session: AsyncSession
 ) -> None:

@@ -23,6 +23,8 @@ _TOO_MANY_SERIES = (
 )
 _MAX_BESTS = 10_000
 _MAX_STEPS = 2**31 - 1
+_MOST_TOKENS = 1e15
+"""Tokens between two metrics. What a trainer reports beyond is no measurement, and sums of it could overflow."""
 
 
 class MetricRecorder:
@@ -143,4 +145,4 @@ def _new_tokens(extra: Any) -> float:
         tokens = float(extra["tokens_per_second"] * (extra["step_seconds"] + extra["data_seconds"]))
     except (KeyError, TypeError, ValueError, OverflowError):
         return 0.0
-    return tokens if 0 <= tokens < math.inf else 0.0
+    return tokens if 0 <= tokens <= _MOST_TOKENS else 0.0

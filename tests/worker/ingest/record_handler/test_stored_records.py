@@ -157,11 +157,12 @@ def test_tokens_of_an_attempt_are_those_of_its_metrics_and_of_no_other_value(lab
         {"tokens_per_second": 100.0, "step_seconds": 2.0, "data_seconds": 0.5, "tokens": 9250},
         {"tokens_per_second": "many", "step_seconds": 2, "data_seconds": 1},
         {"tokens_per_second": 1e308, "step_seconds": 1e308, "data_seconds": 0.0},
+        {"tokens_per_second": 1e308, "step_seconds": 1.0, "data_seconds": 0.0},
         {"tokens_per_second": 50.0, "step_seconds": 1.0, "data_seconds": 0.0},
     ]
     for step, extra in enumerate(rates, 1):
         lab.says("metric", step=step, epoch=0.1, loss=2.0, extra=extra)
-    lab.says("result", outcome="completed", step=4)
+    lab.says("result", outcome="completed", step=5)
     lab.writer.drain()
     with lab.engine.connect() as connection:
         assert connection.execute(select(AttemptTimings.timings)).scalar_one()["tokens"] == 300.0
