@@ -89,7 +89,8 @@ class StoredFileResponse(FileResponse):
             """Send nothing before the first bytes are read, so that an error until then has a status of its own."""
             nonlocal is_started
             waiting.append(message)
-            if (self._content is not None and self._content.was_read) or message.get("more_body") is False:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if is_last or (self._content is not None and self._content.was_read):
                 is_started = True
                 while waiting:
                     await send(waiting.pop(0))

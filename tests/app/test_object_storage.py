@@ -93,6 +93,9 @@ class TestADataset:
         assert (part.status_code, part.content) == (206, ROWS[3:10])
         several = stored.client.get(f"{path}/content", headers={"Range": "bytes=0-1,10-12"})
         assert several.status_code == 206 and ROWS[10:13] in several.content
+        for wrong, status in (("bytes=99999-", 416), ("rows=1-2", 400)):
+            refused = stored.client.get(f"{path}/content", headers={"Range": wrong})
+            assert (refused.status_code, refused.headers["content-type"]) == (status, "application/problem+json")
         page = stored.client.get(f"{path}/rows", params={"limit": 3}).json()
         after = stored.client.get(f"{path}/rows", params={"limit": 3, "after": page["next"]}).json()
         assert [one["line"] for one in (*page["data"], *after["data"])] == [1, 2, 3, 4, 5, 6]

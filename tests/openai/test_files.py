@@ -216,6 +216,8 @@ def test_original_that_was_lost_or_changed_is_never_replaced_by_other_bytes(sett
     with ThreadServer(stored) as api, client_of(api) as client:
         file = upload(client, lines(PAIR))
         assert client.files.content(file.id).read() == lines(PAIR)
+        beyond = api.client.get(f"/openai/v1/files/{file.id}/content", headers={"Range": "bytes=99999-"})
+        assert (beyond.status_code, error_of(beyond)["code"]) == (416, "requested_range_not_satisfiable")
         (original,) = share.glob("datasets/*/data.original")
         original.write_bytes(lines(PAIR).replace(b"Hello", b"hello"))
         path = f"/openai/v1/files/{file.id}/content"
