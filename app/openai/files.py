@@ -1,5 +1,6 @@
 """`/openai/v1/files`: datasets as OpenAI's clients upload, list and download files."""
 
+import time
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
@@ -20,7 +21,7 @@ from app.datasets import service
 from app.datasets.content_response import content_response
 from app.datasets.upload import UploadForm, receive_upload
 from app.openai.ids import to_native_id, to_openai_id
-from app.openai.retries import find_idempotency
+from app.openai.retries import find_idempotency, is_retry
 from app.tables.datasets import Dataset, files_of
 
 router = APIRouter(prefix="/files")
@@ -44,6 +45,7 @@ async def upload_file(
     after_response: BackgroundTasks,
 ) -> FileObject:
     """Upload a file of rows to train or evaluate on. It is stored as a dataset only if every row is valid."""
+    began = time.monotonic()
     sessions, content_type = request.app.state.sessions, request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
         detail = "Send the file as multipart/form-data with the parts `purpose` and `file`."
@@ -52,8 +54,8 @@ async def upload_file(
     Idempotency.from_header(request.headers.get("idempotency-key"), "", b"")
     with storage.staging_folder() as folder:
         received = await receive_upload(content_type, request.stream(), folder, settings, None, _FORM)
-        content = received.digest.encode()
-        idempotency = await find_idempotency(request, caller.key_id, _CALL, content, after_response)
+        content, body_seconds = received.digest.encode(), time.monotonic() - began
+        idempotency = await find_idempotency(request, caller.key_id, _CALL, content, after_response, body_seconds)
         dataset = await service.store_dataset(
             sessions, storage, received, caller.key_id, idempotency, call_of(request.scope)
         )
@@ -92,12 +94,17 @@ async def get_file(file_id: str, session: Session) -> FileObject:
 
 @router.delete("/{file_id}", responses={409: {"description": "Runs refer to it; the message names them."}})
 async def delete_file(
-    file_id: str, session: Session, storage: CurrentStorage, after_commit: BackgroundTasks
+    file_id: str, request: Request, session: Session, storage: CurrentStorage, after_commit: BackgroundTasks
 ) -> FileDeleted:
     """Delete a file, unless a job or another run refers to it, because it can be resumed."""
-    dataset = await find_file(session, file_id)
-    await service.delete_dataset(session, dataset.id)
-    after_commit.add_task(service.remove_content, storage, dataset.id)
+    try:
+        dataset = await find_file(session, file_id)
+        await service.delete_dataset(session, dataset.id)
+    except ApiError as error:
+        if error.status != 404 or not is_retry(request):
+            raise
+    else:  # otherwise the first attempt has deleted it, and its response was lost
+        after_commit.add_task(service.remove_content, storage, dataset.id)
     return FileDeleted(id=file_id)
 
 

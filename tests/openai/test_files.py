@@ -4,6 +4,8 @@ import gzip
 import io
 import json
 import threading
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from sqlalchemy import Engine, select, text
 
 from app.config import Settings
 from app.infra.ids import new_id
+from app.openai import retries
 from app.openai.ids import to_native_id, to_openai_id
 from app.tables.datasets import Dataset
 from tests.app.uploads import lines
@@ -255,6 +258,36 @@ class TestRetry:
         with client_of(emptied_api) as client:
             assert [listed.id for listed in client.files.list()] == [files[0].id]
 
+    def test_retry_whose_body_takes_long_to_arrive_repeats_the_upload(
+        self, emptied_api: ApiServer, client: openai.OpenAI, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(retries, "_LOST_ANSWER", timedelta(seconds=2))
+        first = upload(client, lines(CHAT))
+        parts = [('name="purpose"', b"fine-tune"), ('name="file"; filename="train.jsonl"', lines(CHAT))]
+        start, *more = [
+            b"--x\r\nContent-Disposition: form-data; %b\r\n\r\n%b\r\n" % (name.encode(), value) for name, value in parts
+        ]
+        passed = text("SELECT 1 FROM openai_requests WHERE answered_at < clock_timestamp() - interval '2.1 s'")
+
+        def send_slowly() -> Iterator[bytes]:
+            yield start
+            with engine.connect() as connection:
+                eventually(lambda: connection.execute(passed).first(), what="the answer was long before")
+            yield from (*more, b"--x--\r\n")
+
+        headers = {"Content-Type": "multipart/form-data; boundary=x", "x-stainless-retry-count": "1"}
+        again = emptied_api.client.post("/openai/v1/files", content=send_slowly(), headers=headers)
+        assert (again.status_code, again.json()["id"]) == (200, first.id)
+        assert [file.id for file in client.files.list()] == [first.id]
+
+    def test_file_whose_deletion_was_answered_in_vain_is_deleted(self, emptied_api: ApiServer) -> None:
+        with client_of(emptied_api) as client:
+            file = upload(client, lines(CHAT))
+            with losing_answers(emptied_api, "cut") as (_, url), client_of(emptied_api, url=url) as losing:
+                assert losing.files.delete(file.id).deleted
+            with pytest.raises(openai.NotFoundError):
+                client.files.delete(file.id)
+
     def test_same_file_uploaded_twice_is_two_files(self, client: openai.OpenAI) -> None:
         ids = {upload(client, lines(CHAT)).id for _ in range(2)}
         assert len(ids) == 2 == len(list(client.files.list()))
@@ -282,7 +315,7 @@ class TestRetry:
             assert repeat(other) != first.id
         unanswered = text("SELECT 1 FROM openai_requests WHERE answered_at IS NULL")
         ids = {first.id}
-        for column, minutes in (("answered_at", 2), ("arrived_at", 31)):
+        for column, minutes in (("answered_at", 2), ("arrived_at", 61)):
             with engine.connect() as connection:
                 eventually(lambda: connection.execute(unanswered).first() is None, what="the answer is recorded")
             past = f"{column} = now() - interval '{minutes} min'"
