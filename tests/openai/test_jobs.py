@@ -15,7 +15,7 @@ from tests.factories import Trainer, make_dataset, make_run
 from tests.openai.conftest import client_of
 from tests.openai.test_errors import error_of
 from tests.openai.test_files import CHAT, upload
-from tests.rows import add_run
+from tests.rows import add_run, waiting_for_locks
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -216,6 +216,24 @@ class TestCancel:
             assert answer.result().status == "cancelled"
         with pytest.raises(openai.ConflictError, match="was cancelled"):
             client.fine_tuning.jobs.resume(id)
+
+    def test_cancel_waits_for_runs_in_the_order_of_all_other_changes(
+        self, api: ApiServer, client: openai.OpenAI, jobs: Jobs, engine: Engine
+    ) -> None:
+        id = jobs.create().id
+        client.fine_tuning.jobs.pause(id)
+        client.fine_tuning.jobs.resume(id)
+        client.fine_tuning.jobs.pause(id)
+        newest, first = newest_run(api, id)["id"], to_native_id(id, "run")
+        lock = select(Run.id).with_for_update()
+        with ThreadPoolExecutor(1) as pool, engine.connect() as changing:
+            changing.execute(lock.where(Run.id == newest))
+            once = client.with_options(max_retries=0)
+            answer = pool.submit(once.fine_tuning.jobs.cancel, id)
+            eventually(lambda: waiting_for_locks(engine) == 1, what="the request waits for the newest run")
+            changing.execute(lock.where(Run.id == first))  # a deadlock, if the request has locked this one first
+            changing.commit()
+            assert answer.result().status == "cancelled"
 
 
 class TestPause:

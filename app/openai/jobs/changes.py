@@ -28,7 +28,7 @@ async def cancel_job(transaction: RunTransaction, backends: Backends, job_id: st
     _refuse_ended(job_id, status, "cancelled")
     if status != "paused":
         await backends(job.backend).stop_run(transaction, job.run_id, "discard")
-        # Only the first run was locked: a pause may have ended the newest one before the stop, which then did nothing.
+        # Another request may have resumed the job before the lock, and paused it: that run was not locked.
         status = job_status(await find_job(transaction.session, job_id))
     if status == "paused":
         # Its run has ended, so that the stop mode is all that distinguishes it from a job that can be resumed.
@@ -92,7 +92,9 @@ async def _add_to_job(session: AsyncSession, job: Any, child: Run, job_id: str) 
 async def _lock_job(session: AsyncSession, job_id: str) -> Any:
     """Return the row of a job, which no other request resumes or cancels until the commit."""
     job = await find_job(session, job_id)
-    await session.execute(select(Run.id).where(Run.id == job.id).with_for_update(key_share=True))
+    # In the order of `service.lock_runs`. Requests that refer to the runs need not wait: a resume does so before this.
+    runs = select(Run.id).where(Run.id.in_([job.id, job.run_id])).order_by(Run.id.desc())
+    await session.execute(runs.with_for_update(key_share=True))
     return await find_job(session, job_id)
 
 
