@@ -372,6 +372,19 @@ class TestEvents:
             answer = api.client.get(f"/openai/v1/fine_tuning/jobs/{job_id}/events", params={"after": after})
             assert (answer.status_code, error_of(answer)["param"]) == (400, "after")
 
+    def test_event_of_a_run_of_the_job_that_was_deleted_meanwhile_is_a_cursor(
+        self, api: ApiServer, client: openai.OpenAI, jobs: Jobs
+    ) -> None:
+        id = jobs.create().id
+        client.fine_tuning.jobs.pause(id)
+        before = [event.id for event in client.fine_tuning.jobs.list_events(id)]
+        client.fine_tuning.jobs.resume(id)
+        client.fine_tuning.jobs.pause(id)
+        page = client.fine_tuning.jobs.list_events(id, limit=1)
+        api.client.delete(f"/v1/runs/{newest_run(api, id)['id']}").raise_for_status()
+        after = page.data[0].id
+        assert [event.id for event in client.fine_tuning.jobs.list_events(id, limit=1, after=after)] == before
+
     def test_what_a_trainer_reports_in_another_form_is_an_event_all_the_same(
         self, client: openai.OpenAI, jobs: Jobs, engine: Engine
     ) -> None:
