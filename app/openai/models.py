@@ -34,8 +34,9 @@ async def list_usable_models(
 
     Models of the hub and checkpoints are not listed.
     """
-    outputs = (await session.execute(_select_outputs().order_by(Run.id.desc()).limit(_MOST_OUTPUTS))).all()
+    # Before the query: no connection waits for the folders, which may be on a share.
     bases = await storage.in_thread(_list_bases, settings, storage)
+    outputs = (await session.execute(_select_outputs().order_by(Run.id.desc()).limit(_MOST_OUTPUTS))).all()
     return ListPage[ModelObject].of([*bases, *map(_trained_model, outputs)])
 
 

@@ -4,6 +4,7 @@ import openai
 import pytest
 from sqlalchemy import Engine
 
+from app.openai import models
 from tests.factories import Trainer, make_model, mark_checkpoint, mark_run
 from tests.openai.conftest import async_client_of, client_of
 from tests.rows import add_run
@@ -70,3 +71,17 @@ async def test_asynchronous_client_lists_and_retrieves(emptied_api: ApiServer) -
     async with async_client_of(emptied_api) as client:
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await client.models.retrieve("tiny")).object == "model"
+
+
+def test_no_connection_of_the_database_waits_while_folders_of_models_are_read(
+    emptied_api: ThreadServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, in_use = emptied_api.application.state.reading_engine.pool, []
+
+    def read_folders(*_: object) -> list[object]:
+        in_use.append(pool.checkedout())
+        return []
+
+    monkeypatch.setattr(models, "list_models", read_folders)
+    assert not client.models.list().data
+    assert in_use == [0]
