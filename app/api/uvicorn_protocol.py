@@ -72,6 +72,8 @@ class Protocol(HttpToolsProtocol):
     _bytes_without_body = 0
     _fields = 0
     _has_too_many_fields = False
+    url = b""
+    """Target of the newest request, as far as it was received."""
     _answered: RequestResponseCycle | None = None
     """Request that is being answered; `cycle` is the newest one, which may wait for that."""
 
@@ -197,7 +199,8 @@ class Protocol(HttpToolsProtocol):
             has_begun = not cycle.response_complete if self._in_head else cycle.response_started
             is_open = is_open and cycle is self._answered and not has_begun
         if is_open:
-            response = problem_response({}, error)
+            path = self.url.partition(b"?")[0].decode("latin-1")
+            response = problem_response({"path": path}, error)
             lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
             lines += [name + b": " + value for name, value in response.raw_headers]
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))

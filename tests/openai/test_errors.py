@@ -104,6 +104,23 @@ def test_body_of_an_error_without_a_key_is_not_read(shared_api: ApiServer) -> No
 
 
 @pytest.mark.parametrize(
+    ("path", "headers", "status", "code"),
+    [
+        (b"/openai/v1/models?x=y", b"a: b\r\n" * 200, 431, "too_many_headers"),
+        (b"/openai/v1/models", b"no colon\r\n", 400, "invalid_http"),
+    ],
+)
+def test_request_that_is_not_parsed_is_refused_in_the_form_of_openai(
+    shared_api: ApiServer, path: bytes, headers: bytes, status: int, code: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", shared_api.port), timeout=20) as connection:
+        connection.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n")
+        answer = connection.recv(65536)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
     ("status", "answered", "kind", "should_retry"),
     [
         (422, 400, "invalid_request_error", None),
