@@ -1,6 +1,7 @@
 """Command `anneal import openai-jobs`: exported fine-tuning jobs of OpenAI as run files."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,6 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from app.cli.console import fail, print_note
+
+_NO_NAME = re.compile(r"[^\w.-]")
+"""Characters that names of run files do not have."""
 
 
 def import_jobs(
@@ -30,14 +34,14 @@ def import_jobs(
     Example: `anneal import openai-jobs jobs.json --model Qwen/Qwen3-0.6B --files exported`
     """
     try:
-        jobs = list(_parse_jobs(file.read_text()))
+        jobs = list(_parse_jobs(file.read_text(encoding="utf-8-sig")))
     except (OSError, ValueError) as error:
         fail(f"{file} cannot be read as jobs of OpenAI: {error}.")
     if not jobs:
         fail(f"{file} has no fine-tuning jobs: export them with `client.fine_tuning.jobs.list()`.")
     to.mkdir(parents=True, exist_ok=True)
     for job in jobs:
-        path = to / f"{Path(str(job['id'])).name}.yaml"
+        path = to / f"{_NO_NAME.sub('_', Path(str(job['id'])).name)}.yaml"
         text = _run_file(job, model, files.absolute(), path.name)
         if text is None:
             print_note(f"{job['id']} is left out: its graders have no counterpart. Train with `--method rlhf` instead.")
@@ -54,6 +58,8 @@ def _parse_jobs(text: str) -> Iterator[dict[str, Any]]:
         parsed = json.loads(text)
     except json.JSONDecodeError:
         parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if isinstance(parsed, dict) and parsed.get("has_more"):
+        print_note("The file has one page of the jobs, and there are more: export those too.")
     listed = parsed.get("data", [parsed]) if isinstance(parsed, dict) else parsed
     for job in listed if isinstance(listed, list) else [None]:
         if not isinstance(job, dict) or not isinstance(job.get("id"), str) or "training_file" not in job:

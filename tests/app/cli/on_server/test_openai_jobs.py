@@ -99,9 +99,22 @@ def test_id_does_not_lead_out_of_the_folder(anneal: Anneal) -> None:
     assert body["config"]["base_model"] == "tiny"
 
 
+def test_id_adds_no_line_to_the_run_file(anneal: Anneal) -> None:
+    Path("jobs.json").write_text(json.dumps([{**DPO, "id": "ftjob-x\nname: y"}]))
+    assert anneal("import", "openai-jobs", "jobs.json", "-m", "tiny").stdout == "ftjob-x_name__y.yaml\n"
+    assert yaml.safe_load(Path("ftjob-x_name__y.yaml").read_text())["config"]["base_model"] == "tiny"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '[{"id": 1}]', '[{"id": "x"}]', '{"data": []}', "null"])
 def test_what_is_no_job_is_refused(anneal: Anneal, text: str) -> None:
     Path("jobs.json").write_text(text)
     refused = anneal("import", "openai-jobs", "jobs.json", "-m", "tiny", code=1)
     assert "jobs.json" in refused.stderr and refused.stderr.rstrip().endswith(".")
     assert "cannot be read" in anneal("import", "openai-jobs", "none.json", "-m", "tiny", code=1).stderr
+
+
+def test_page_of_a_longer_list_is_imported_with_a_note(anneal: Anneal) -> None:
+    page = {"object": "list", "data": [SUPERVISED], "has_more": True}
+    Path("jobs.json").write_text("\ufeff" + json.dumps(page), encoding="utf-8")
+    done = anneal("import", "openai-jobs", "jobs.json", "-m", "tiny")
+    assert done.stdout == "ftjob-abc.yaml\n" and "there are more" in done.stderr
