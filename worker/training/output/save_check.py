@@ -89,7 +89,8 @@ def _save_merged_without_weights(model: PeftModel, folder: Path) -> int:
 
 
 def _is_float32(model: Any) -> bool:
-    return bool(model.config.get_text_config().dtype is torch.float32)
+    # `save_pretrained` leaves the name of the data type in the place of the data type.
+    return str(model.config.get_text_config().dtype).removeprefix("torch.") == "float32"
 
 
 def _count_weights(model: torch.nn.Module) -> int:

@@ -1,6 +1,7 @@
 """What a checkpoint or the output needs is tried before the first step, and fails there."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.worker.training.output.test_export import QUICK
-from tests.worker.training.tiny import Forks, Outcome, make_job
+from tests.worker.training.output.test_gguf import converter, quantizer
+from tests.worker.training.tiny import Forks, Outcome, make_job, make_tiny_model
 
 CONTRADICTION = {"eos_token_id": 0, "temperature": 0.6, "top_p": 0.9}
 """A sampling temperature for a model that does not sample."""
@@ -111,3 +113,17 @@ class TestDisk:
     ) -> None:
         code, sentence = failed_before_a_step({"disk_reserve_bytes": 2**60}, **config)
         assert code == "disk_full" and "ANNEAL_DISK_RESERVE_BYTES" in sentence
+
+    def test_room_for_a_quantized_gguf_file_and_the_one_it_is_made_of_is_needed_too(
+        self, forks: Forks, chats: Path, tmp_path: Path
+    ) -> None:
+        base = make_tiny_model(tmp_path / "base", hidden=256, layers=4)  # of 2.8 million weights
+        sizes = []
+        for number, config in enumerate([{}, {"gguf": "Q4_K_M"}]):
+            job = make_job(tmp_path / str(number), base, chats, method="full", **QUICK, **config)
+            programs = {"gguf_converter": converter(tmp_path), "gguf_quantizer": quantizer(tmp_path)}
+            done = forks.run({**job, **programs, "disk_reserve_bytes": 2**60})
+            assert (done.result["error"]["code"], done.steps) == ("disk_full", {})
+            (size,) = re.findall(r"needs (\d+) MiB", done.result["error"]["message"])
+            sizes.append(int(size))
+        assert sizes[1] - sizes[0] in (13, 14), sizes  # 4 bytes and about 1 of each weight
