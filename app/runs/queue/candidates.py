@@ -17,6 +17,7 @@ from app.runs.queue.fleet import NearFleet
 from app.runs.queue.order import (
     JOIN_ROOM,
     LIMITED,
+    LIMITING_EXPERIMENT,
     OWNER,
     OWNERS,
     OWNERS_ORDER,
@@ -47,13 +48,13 @@ _MAY_FIT = f"""
     AND {_NEEDED_MB} <= :largest_mb
     AND {_NEEDED_MB} * runs.devices_needed <= coalesce(cast(:machine_mb AS bigint), 9223372036854775807)
     AND NOT EXISTS (
-        SELECT FROM limited WHERE limited.id = runs.experiment_id AND limited.room < runs.devices_needed
+        SELECT FROM limited WHERE limited.id = {LIMITING_EXPERIMENT} AND limited.room < runs.devices_needed
     )
     AND runs.devices_needed <= coalesce(owners.room, runs.devices_needed)
     AND NOT EXISTS (
         SELECT FROM unnest(cast(:full_quotas AS text[]), cast(:full_owners AS text[]),
             cast(:full_priorities AS integer[]), cast(:full_holders AS text[])) AS held(quota, owner, priority, run)
-        WHERE held.quota IN (owners.owner, runs.experiment_id) AND (runs.priority < held.priority
+        WHERE held.quota IN (owners.owner, {LIMITING_EXPERIMENT}) AND (runs.priority < held.priority
             OR (held.owner = owners.owner AND runs.priority = held.priority AND runs.id > held.run))
     )
 """

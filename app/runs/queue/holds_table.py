@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from sqlalchemy import Connection, text
 
 from app.runs.queue.holds import QuotaUse, StoredHolds
-from app.runs.queue.order import JOIN_ROOM, WAITING_COLUMNS, WITH_ROOM, waiting_run
+from app.runs.queue.order import JOIN_ROOM, LIMITING_EXPERIMENT, WAITING_COLUMNS, WITH_ROOM, waiting_run
 from app.runs.queue.policy import OrderKey, QuotaHold, order_key
 from app.tables.scheduling import HOLD_SECONDS
 
@@ -26,10 +26,10 @@ _HOLDS = text(f"""
     SELECT cast(extract(epoch FROM clock_timestamp()) AS float) AS now, plan.holds, plan.seconds
     FROM (SELECT) AS always LEFT JOIN ({CURRENT_PLAN}) AS plan ON true
 """)
-_QUOTA_USES = text("""
+_QUOTA_USES = text(f"""
     SELECT quota.id, runs.id, count(*), min(devices.name)
     FROM devices JOIN runs ON runs.id = devices.run_id
-        JOIN unnest(cast(:quotas AS text[])) AS quota(id) ON quota.id IN (runs.created_by, runs.experiment_id)
+        JOIN unnest(cast(:quotas AS text[])) AS quota(id) ON quota.id IN (runs.created_by, {LIMITING_EXPERIMENT})
     GROUP BY quota.id, runs.id
 """)
 _SECONDS = text(f"""

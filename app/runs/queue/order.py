@@ -9,6 +9,8 @@ HALF_LIFE_SECONDS = 7 * 86_400
 """Seconds after which the usage of devices counts half."""
 OWNER = "coalesce(runs.created_by, '')"
 """SQL expression: the owner of a run, as in the index of pending runs."""
+LIMITING_EXPERIMENT = "CASE WHEN runs.task <> 'serve' THEN runs.experiment_id END"
+"""SQL expression: the experiment whose quota a run counts towards. A serving run belongs to all who ask its model."""
 OWNERS_ORDER = "runs.priority DESC, runs.id"
 """`policy.order_key` in SQL, among the runs of one owner."""
 QUEUE_ORDER = "runs.priority DESC, owners.used, runs.id"
@@ -22,7 +24,7 @@ _DECAYED = (
 # compare each owner with each other one, since it cannot know how many there are.
 _HELD = """
     SELECT jsonb_object_agg(coalesce(id, ''), devices) AS devices FROM (
-        SELECT {column} AS id, count(*) AS devices FROM devices JOIN runs AS holders ON holders.id = devices.run_id
+        SELECT {column} AS id, count(*) AS devices FROM devices JOIN runs ON runs.id = devices.run_id
         GROUP BY 1
     ) AS holders
 """
@@ -43,7 +45,7 @@ OWNERS = f"""
             ORDER BY {OWNER}, priority DESC, id LIMIT 1
         ) AS later
     ),
-    held AS MATERIALIZED ({_HELD.format(column="holders.created_by")})
+    held AS MATERIALIZED ({_HELD.format(column="runs.created_by")})
     SELECT known.owner, known.priority, {_DECAYED} AS used, keys.max_devices, keys.spent_budget,
         CASE WHEN keys.max_devices IS NOT NULL THEN keys.max_devices
             - coalesce(cast((SELECT devices FROM held) ->> known.owner AS integer), 0) END AS room
@@ -57,7 +59,7 @@ OWNERS = f"""
 """Owners of pending runs: the highest `priority` of these, `used` device-seconds, and `room` devices that the quota of
 the key leaves, or null; `spent_budget` if its budget is used up."""
 LIMITED = f"""
-    WITH held AS MATERIALIZED ({_HELD.format(column="holders.experiment_id")})
+    WITH held AS MATERIALIZED ({_HELD.format(column=LIMITING_EXPERIMENT)})
     SELECT id, name, max_devices,
         max_devices - coalesce(cast((SELECT devices FROM held) ->> id AS integer), 0) AS room
     FROM experiments WHERE max_devices IS NOT NULL
@@ -65,10 +67,11 @@ LIMITED = f"""
 """Experiments with a quota, and the `room` that it leaves."""
 WITH_ROOM = f"WITH owners AS MATERIALIZED ({OWNERS}), limited AS MATERIALIZED ({LIMITED})"
 """Start of a query that joins `JOIN_ROOM` to pending `runs`."""
-JOIN_ROOM = f"JOIN owners ON owners.owner = {OWNER} LEFT JOIN limited ON limited.id = runs.experiment_id"
+JOIN_ROOM = f"JOIN owners ON owners.owner = {OWNER} LEFT JOIN limited ON limited.id = {LIMITING_EXPERIMENT}"
 WAITING_COLUMNS = f"""
-    runs.id, runs.priority, {OWNER} AS owner, runs.experiment_id, runs.backend, runs.devices_needed, runs.hosts_needed,
-    runs.requirements, cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait,
+    runs.id, runs.priority, {OWNER} AS owner, {LIMITING_EXPERIMENT} AS experiment_id, runs.backend, runs.devices_needed,
+    runs.hosts_needed, runs.requirements,
+    cast(extract(epoch FROM runs.not_before - clock_timestamp()) AS float) AS wait,
     runs.hosts_needed = 1 OR NOT EXISTS (
         SELECT FROM run_parts WHERE run_parts.run_id = runs.id AND run_parts.ended_at IS NULL
     ) AS is_ready,

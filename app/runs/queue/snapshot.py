@@ -19,6 +19,7 @@ from app.runs.queue.fit import Fleet, WorkerOffer
 from app.runs.queue.fleet import read_fleet
 from app.runs.queue.order import (
     JOIN_ROOM,
+    LIMITING_EXPERIMENT,
     OWNER,
     OWNERS_ORDER,
     QUEUE_ORDER,
@@ -49,8 +50,9 @@ _WITH = """
     LEFT JOIN checkpoints ON checkpoints.id = runs.resume_checkpoint_id
 """
 _LIVE = text(f"""
-    SELECT {_WORKLOAD}, runs.id, runs.backend, {OWNER} AS owner, runs.experiment_id, runs.devices_needed,
-        runs.hosts_needed, runs.priority, run_timings.timings, run_timings.device, attempts.start_step,
+    SELECT {_WORKLOAD}, runs.id, runs.backend, {OWNER} AS owner, {LIMITING_EXPERIMENT} AS experiment_id,
+        runs.devices_needed, runs.hosts_needed, runs.priority, run_timings.timings, run_timings.device,
+        attempts.start_step,
         cast(extract(epoch FROM clock_timestamp() - runs.stop_requested_at) AS float) AS stop_requested_ago,
         cast(extract(epoch FROM clock_timestamp() - coalesce(run_timings.measured_at, attempts.started_at)) AS float)
             AS ago,

@@ -128,6 +128,17 @@ class TestQuotas:
         end(engine, first.id)
         assert claim(engine, worker).id == second.id
 
+    def test_of_an_experiment_neither_limit_nor_count_serving_runs(self, engine: Engine) -> None:
+        worker = add_worker(engine, devices=3)
+        first = add_run(engine)
+        limit(engine, first.experiment_id, 1)
+        waits = add_run(engine, experiment_id=first.experiment_id)
+        serving = add_run(engine, task="serve", experiment_id=first.experiment_id, priority=-1001)
+        assert [claim(engine, worker).id for _ in range(2)] == [first.id, serving.id]
+        assert claim(engine, worker) is None
+        end(engine, first.id)
+        assert claim(engine, worker).id == waits.id, "the serving run does not count"
+
     def test_of_none_keep_a_key_from_starting_anything(self, engine: Engine) -> None:
         add_run(engine, created_by=add_key(engine, 0))
         assert claim(engine, add_worker(engine)) is None
