@@ -32,6 +32,7 @@ from app.infra.files.untrusted_folder import create_below
 from app.infra.ids import id_at, is_id
 from app.infra.storage import Storage
 from app.tables import migrate
+from app.tables.base import equals_any
 from app.tables.runs import Attempt, RunDeletion
 from app.tables.usage import DeletedAttempt
 
@@ -195,7 +196,7 @@ class ImportJob:
                 f"{len(conflicts)} ids of the archive belong to something else in this service, or have changed there: "
                 f"{named}. Nothing was imported: export without them (`--run`, `--experiment`), or delete them here."
             )
-        deleting = select(RunDeletion.run_id).where(RunDeletion.run_id.in_(self._new[RUNS]))
+        deleting = select(RunDeletion.run_id).where(equals_any(RunDeletion.run_id, self._new[RUNS]))
         if deleted := list(connection.scalars(deleting)):
             raise SetupError(
                 f"{deleted[0]} was deleted here, and its files are still being removed: import again in a few minutes."

@@ -12,6 +12,7 @@ from app.infra.db import sync_engine
 from app.infra.errors import SetupError
 from app.infra.files import file_manifest
 from app.infra.storage import Storage
+from app.tables.base import equals_any
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset, files_of
 from app.tables.migrate import current_revision, schema_error
@@ -74,10 +75,10 @@ class Contents:
         checkpoint_query = select(*checkpoint_columns).where(stored)
         run_query = select(Run.id, Run.attempt, Run.output_attempt)
         if run_ids is not None:
-            checkpoint_query = checkpoint_query.where(Checkpoint.run_id.in_(run_ids))
-            run_query = run_query.where(Run.id.in_(run_ids))
+            checkpoint_query = checkpoint_query.where(equals_any(Checkpoint.run_id, run_ids))
+            run_query = run_query.where(equals_any(Run.id, run_ids))
         if dataset_ids is not None:
-            dataset_query = dataset_query.where(Dataset.id.in_(dataset_ids))
+            dataset_query = dataset_query.where(equals_any(Dataset.id, dataset_ids))
         datasets = connection.execute(dataset_query)
         checkpoints = connection.execute(checkpoint_query)
         runs = connection.execute(run_query).all()

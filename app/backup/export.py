@@ -23,6 +23,7 @@ from app.infra.errors import SetupError
 from app.infra.files.untrusted_folder import OutsideStorage, read_below
 from app.infra.storage import Storage
 from app.tables.administration.api_keys import ApiKey
+from app.tables.base import equals_any
 from app.tables.datasets import Dataset
 from app.tables.experiments import Experiment
 from app.tables.runs import Run, RunEvalDataset, RunRewardModel
@@ -119,10 +120,11 @@ class ExportJob:
             raise SetupError("The experiments that were chosen have no runs; `anneal experiments list` lists others.")
         if not runs:
             raise SetupError("None of these runs has ended: wait for their end, or stop them.")
-        chosen = Run.id.in_(runs)
+        chosen = equals_any(Run.id, runs)
         datasets = set(connection.scalars(select(Run.dataset_id).where(chosen, Run.dataset_id.is_not(None))))
         datasets |= set(connection.scalars(select(Run.eval_dataset_id).where(chosen, Run.eval_dataset_id.is_not(None))))
-        datasets |= set(connection.scalars(select(RunEvalDataset.dataset_id).where(RunEvalDataset.run_id.in_(runs))))
+        extra = select(RunEvalDataset.dataset_id).where(equals_any(RunEvalDataset.run_id, runs))
+        datasets |= set(connection.scalars(extra))
         return Selection(runs, datasets, set(connection.scalars(select(Run.experiment_id).where(chosen))), keys, live)
 
     def _add_files(self, writer: ArchiveWriter, contents: Contents) -> list[Problem]:
@@ -163,12 +165,12 @@ def _with_dependencies(connection: Connection, selected: set[str]) -> tuple[set[
     ended: dict[str, bool] = {}
     pending = selected
     while pending:
-        rows = select(Run.id, Run.status, Run.parent_run_id, Run.base_run_id).where(Run.id.in_(pending))
+        rows = select(Run.id, Run.status, Run.parent_run_id, Run.base_run_id).where(equals_any(Run.id, pending))
         for id, status, *needed in connection.execute(rows):
             needs[id] = {other for other in needed if other is not None}
             ended[id] = status in TERMINAL
         rewards = select(RunRewardModel.run_id, RunRewardModel.reward_run_id)
-        for id, other in connection.execute(rewards.where(RunRewardModel.run_id.in_(pending))):
+        for id, other in connection.execute(rewards.where(equals_any(RunRewardModel.run_id, pending))):
             needs[id].add(other)
         pending = {other for id in pending for other in needs[id]} - needs.keys()
     left_out = {id for id, has_ended in ended.items() if not has_ended}

@@ -40,6 +40,7 @@ from app.secrets.keyring import Keyring, KeyringError
 from app.tables import migrate
 from app.tables.administration.api_keys import ApiKey
 from app.tables.administration.secrets import Secret
+from app.tables.base import equals_any
 from app.tables.checkpoints import Checkpoint
 from app.tables.datasets import Dataset
 from app.tables.runs import Run
@@ -296,8 +297,8 @@ class RestoreJob:
         removed = [problem.id for problem in self._backup.manifest.removed if problem.kind == "checkpoint"]
         if removed:
             with engine.begin() as connection:
-                statement = update(Checkpoint).where(Checkpoint.id.in_(removed), Checkpoint.deleted_at.is_(None))
-                connection.execute(statement.values(deleted_at=func.now()))
+                is_removed = equals_any(Checkpoint.id, removed) & Checkpoint.deleted_at.is_(None)
+                connection.execute(update(Checkpoint).where(is_removed).values(deleted_at=func.now()))
 
     def _find_problems(self, engine: Engine, restored: dict[str, FileEntry]) -> list[Problem]:
         if self._settings.storage_url is not None:

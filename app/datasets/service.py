@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from sqlalchemy import ARRAY, Text, any_, literal, or_, select
+from sqlalchemy import or_, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
@@ -24,6 +24,7 @@ from app.infra.files.verified_reads import CorruptContent
 from app.infra.ids import new_id
 from app.infra.storage import Storage
 from app.tables.administration.installation import Installation, register_installation
+from app.tables.base import equals_any
 from app.tables.datasets import ORIGINAL_EXTENSION, Dataset, DatasetIdempotencyKey, files_of
 from app.tables.runs import Run, RunEvalDataset
 
@@ -330,7 +331,7 @@ async def sweep_orphans(
     await storage.in_transfer(storage.sweep_aside, ASIDE_SECONDS)
     stored = await storage.in_transfer(storage.dataset_ids, older_than_seconds)
     if stored:
-        listed = Dataset.id == any_(literal(stored, ARRAY(Text)))
+        listed = equals_any(Dataset.id, stored)
         async with sessions() as session:
             known = set((await session.scalars(select(Dataset.id).where(listed))).all())
         for id in set(stored) - known:

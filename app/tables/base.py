@@ -1,10 +1,10 @@
 """Base classes of the tables; calling `all_models` registers the whole schema."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import DateTime, MetaData, Text, func
+from sqlalchemy import ARRAY, ColumnElement, DateTime, MetaData, SQLColumnExpression, Text, any_, func, literal
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -41,3 +41,11 @@ class Owned:
 def sql_list(values: Sequence[str]) -> str:
     """Format values as `('a','b')`, for constraints and partial indexes."""
     return "(" + ",".join(f"'{value}'" for value in values) + ")"
+
+
+def equals_any(column: SQLColumnExpression[Any], values: Collection[str]) -> ColumnElement[bool]:
+    """Return the condition that a column has one of the values, of which there may be any number.
+
+    They are one parameter. With `in_` each is one, and a statement has at most 65,535.
+    """
+    return column == any_(literal(list(values), ARRAY(Text)))

@@ -57,6 +57,7 @@ from app.runs.state.transitions import (
     runs,
     statement,
 )
+from app.tables.base import equals_any
 
 WORKER_LOST = "worker lost"
 """Start of the reason, and of the error message, if the worker of an attempt was lost."""
@@ -427,7 +428,7 @@ def mark_notified(limit: int, startable: Sequence[str] = ()) -> Executable:
             or_(
                 runs.c.notified_at.is_(None),
                 silence > text("interval '30 s'"),
-                and_(silence > text("interval '1 s'"), runs.c.id == func.any(literal(list(startable), ARRAY(Text)))),
+                and_(silence > text("interval '1 s'"), equals_any(runs.c.id, startable)),
             ),
         )
         .order_by(runs.c.priority.desc(), runs.c.id)

@@ -5,14 +5,15 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select, text, update
+from sqlalchemy import Connection, Engine, event, select, text, update
 from sqlalchemy.exc import OperationalError
 
 from app.api_keys.service import create_key_sync
@@ -169,6 +170,37 @@ def test_selected_run_comes_with_the_run_that_it_continues_and_without_others(
     ):
         with pytest.raises(SetupError, match=sentence):
             export(ended, tmp_path, "none.tar", **options)
+
+
+def test_statements_are_the_same_for_any_number_of_runs(ended: Service, target: Settings, tmp_path: Path) -> None:
+    """One that names each run in a parameter of its own fails beyond 65,535 of them."""
+    with recorded_statements() as for_one:
+        import_into(target, export(ended, tmp_path, "one.tar").path)
+        export(ended, tmp_path, "chosen.tar", experiments=["default"])
+    with ThreadServer(ended.settings) as api, api.client_with(ended.key) as client:
+        for number in range(3):
+            rows = {"file": ("rows.jsonl", ROWS * (number + 2))}
+            run = make_run(client, client.post("/v1/datasets", files=rows).json()["id"], name=f"run {number}")
+            Trainer(ended.engine, run["id"]).begin().complete()
+    with recorded_statements() as for_many:
+        assert import_into(target, export(ended, tmp_path, "many.tar").path).added["runs"] == 3
+        export(ended, tmp_path, "all-chosen.tar", experiments=["default"])
+    assert for_many - for_one == set()
+
+
+@contextmanager
+def recorded_statements() -> Iterator[set[str]]:
+    """Collect the texts of all statements that are executed meanwhile."""
+    statements: set[str] = set()
+
+    def record(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.add(statement)
+
+    event.listen(Engine, "before_cursor_execute", record)
+    try:
+        yield statements
+    finally:
+        event.remove(Engine, "before_cursor_execute", record)
 
 
 def test_id_that_belongs_to_something_else_is_a_conflict_and_nothing_is_imported(
