@@ -1,8 +1,16 @@
 """A run whose teacher is another run, through the whole service: trained, resumed, evaluated, its teacher kept."""
 
+import os
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from tests.e2e.conftest import TrainingStack
+from tests.nodes import ROOT
+from tests.programs import shell_command
+from tests.worker.training.tiny import make_chat_dataset, make_tiny_model
 
 
 @pytest.mark.full
@@ -29,3 +37,23 @@ def test_a_run_learns_from_the_output_of_another_and_keeps_it_from_deletion(stac
     assert evaluated.status_code == 202, evaluated.text
     evaluation = stack.client.get(f"/v1/runs/{completed(evaluated.json()['id'])}").json()["evaluation"]
     assert evaluation["eval_loss"] >= 0
+
+
+@pytest.mark.full
+def test_lines_of_the_guide_train_a_teacher_and_a_student_and_compare_them(
+    stack: TrainingStack, tmp_path: Path
+) -> None:
+    for name, layers in (("Qwen/Qwen3-8B", 2), ("Qwen/Qwen3-0.6B", 1)):
+        if not (stack.settings.models_folder / name).exists():
+            make_tiny_model(stack.settings.models_folder / name, layers=layers)
+    for file in ("chats.jsonl", "heldout.jsonl"):
+        make_chat_dataset(tmp_path / file, 6)
+    (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/guides/distillation.md").read_text(), re.M | re.S)
+    program = f'anneal() {{ {shell_command("app.cli.main")} "$@"; }}\n{block}'
+    done = subprocess.run(
+        ["bash", "-eu", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        env={**os.environ, "ANNEAL_URL": stack.api.url, "ANNEAL_API_KEY": stack.api.key},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(re.findall(r"^eval_rouge_l ", done.stdout, re.MULTILINE)) == 2
+    assert "answers of the student" in done.stdout
