@@ -2,20 +2,25 @@
 
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from sqlalchemy import Engine
 
 from app.openai.ids import to_native_id
 from tests.app.uploads import lines
-from tests.factories import make_model
+from tests.conftest import Anneal
+from tests.factories import Trainer, make_model
 from tests.nodes import ROOT
 from tests.openai.test_files import CHAT, PAIR, upload
 from tests.openai.test_job_creation import run_of
 from tests.server import ApiServer
+from tests.waiting import eventually
 
 GUIDE = (ROOT / "docs" / "guides" / "coming-from-openai.md").read_text()
 PROGRAMS: list[str] = re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
@@ -171,3 +176,29 @@ def test_native_fields_of_the_last_program_are_those_of_the_run(api: ApiServer, 
         32, "H100", 10, ["nightly"],
     )  # fmt: skip
     assert run["dataset_id"] == to_native_id(file.id, "ds")
+
+
+def test_jobs_of_the_past_become_run_files_with_the_lines_of_the_guide(
+    api: ApiServer, client: openai.OpenAI, engine: Engine, anneal: Anneal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(api.settings, "Qwen/Qwen3-0.6B")
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, lines(CHAT)).id)
+    client.fine_tuning.jobs.cancel(job.id)
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{api.url}/openai/v1")  # this service in place of OpenAI's
+    monkeypatch.setenv("OPENAI_API_KEY", api.key)
+    program, *others = PROGRAMS[2:]
+    assert others == []
+    exec(program, {})
+    Path("exported").mkdir()
+    Path(f"exported/{job.training_file}.jsonl").write_bytes(client.files.content(job.training_file).content)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+    (block,) = [text for language, text in blocks if not language]
+    importing, creating = (shlex.split(line.replace("ftjob-abc123", job.id))[1:] for line in block.splitlines())
+    anneal(*importing)
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(anneal, *creating)
+        pending = eventually(lambda: api.client.get("/v1/runs", params={"status": "pending"}).json()["data"])
+        Trainer(engine, pending[0]["id"]).begin().complete()
+        done.result()
+    run = api.client.get(f"/v1/runs/{pending[0]['id']}").json()
+    assert (run["config"]["base_model"], run["config"]["loss_on"]) == ("Qwen/Qwen3-0.6B", "assistant")

@@ -78,6 +78,27 @@ def test_every_command_of_the_guide_works(emptied_api: ApiServer, engine: Engine
     assert len(listed) == 3
 
 
+def test_program_of_the_guide_prints_scores_and_downloads_answers(
+    emptied_api: ApiServer,
+    engine: Engine,
+    anneal: Anneal,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ANNEAL_URL", emptied_api.url)
+    monkeypatch.setenv("ANNEAL_API_KEY", emptied_api.key)
+    dataset = anneal("datasets", "upload", "heldout.jsonl").stdout.strip()
+    (program,) = blocks_of("python")
+    program = program.replace('"run_…"', repr(run_id)).replace('"ds_…"', repr(dataset))
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(exec, program, {})
+        prediction = answer(emptied_api, engine)
+        done.result()
+    assert "'eval_bleu': 31.5" in capsys.readouterr().out
+    assert Path("answers/predictions.jsonl").read_text() == f"predictions.jsonl of {prediction}"
+
+
 def test_table_of_answers_is_downloaded_by_its_ending(
     emptied_api: ApiServer, engine: Engine, anneal: Anneal, run_id: str
 ) -> None:
