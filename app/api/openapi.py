@@ -35,8 +35,8 @@ def openapi_document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for unused in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(unused, None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
         schemas["FieldError"] = FieldError.model_json_schema()
         template = "#/components/schemas/{model}"
         _, events = models_json_schema([(model, "validation") for model in EVENTS.values()], ref_template=template)

@@ -283,12 +283,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, fits: 
 
         console = Console(highlight=False)
         grid = Table(box=None, header_style="bold", pad_edge=False, padding=(0, _GAP, 0, 0))
-        shown: Sequence[int | None] = _fitting_widths(widths, console.width) if fits else [None] * len(columns)
-        for number, (column, width) in enumerate(zip(columns, shown, strict=False)):
+        cut_widths: Sequence[int | None] = _fitting_widths(widths, console.width) if fits else [None] * len(columns)
+        for number, (column, width) in enumerate(zip(columns, cut_widths, strict=False)):
             overflow: Literal["ellipsis", "fold"] = "ellipsis" if fits else "fold"
             grid.add_column(column, no_wrap=fits or number == 0, overflow=overflow, width=width)
         for row in rows:
-            grid.add_row(*(_escape_markup(cell) for cell in row[: len(shown)]))
+            grid.add_row(*(_escape_markup(cell) for cell in row[: len(cut_widths)]))
         console.print(grid)
         return
     for row in [columns, *rows]:
@@ -299,14 +299,14 @@ def _fitting_widths(widths: Sequence[int], line: int) -> list[int]:
     """Return the widths of the columns that fit on a line of so many characters, of which only the first is whole."""
 
     def cut_columns(most: int) -> list[int]:
-        return [widths[0], *(min(width, most) for width in widths[1:shown])]
+        return [widths[0], *(min(width, most) for width in widths[1:column_count])]
 
     def is_fitting(columns: Sequence[int]) -> bool:
         return sum(columns) + _GAP * (len(columns) - 1) <= line
 
-    shown = len(widths)
-    while shown > 1 and not is_fitting(cut_columns(_NARROWEST_CELL)):
-        shown -= 1
+    column_count = len(widths)
+    while column_count > 1 and not is_fitting(cut_columns(_NARROWEST_CELL)):
+        column_count -= 1
     return next(
         (cut_columns(most) for most in range(max(widths), _NARROWEST_CELL, -1) if is_fitting(cut_columns(most))),
         cut_columns(_NARROWEST_CELL),

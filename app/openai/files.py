@@ -73,7 +73,7 @@ async def list_files(
 ) -> ListPage[FileObject]:
     """List files: all datasets."""
     if purpose not in (None, _PURPOSE):
-        return ListPage[FileObject].of([])
+        return ListPage[FileObject].from_items([])
     # Not the preview, which may be large.
     columns = Dataset.__table__.c["id", "name", "created_at", "extension", "bytes", "sha256", "source"]
     query = select(*columns).order_by(Dataset.id.asc() if order == "asc" else Dataset.id.desc()).limit(limit + 1)
@@ -83,7 +83,7 @@ async def list_files(
             raise invalid([FieldError(field="after", code="not_an_id", message="must be the ID of a file")])
         query = query.where(Dataset.id > last if order == "asc" else Dataset.id < last)
     rows = (await session.execute(query)).all()
-    return ListPage[FileObject].of([_file_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
+    return ListPage[FileObject].from_items([_file_object(row) for row in rows[:limit]], has_more=len(rows) > limit)
 
 
 @router.get("/{file_id}")

@@ -37,7 +37,7 @@ async def list_usable_models(
     # Before the query: no connection waits for the folders, which may be on a share.
     bases = await storage.in_thread(_list_bases, settings, storage)
     outputs = (await session.execute(_select_outputs().order_by(Run.id.desc()).limit(_MOST_OUTPUTS))).all()
-    return ListPage[ModelObject].of([*bases, *map(_trained_model, outputs)])
+    return ListPage[ModelObject].from_items([*bases, *map(_trained_model, outputs)])
 
 
 @router.get("/{model:path}", responses={404: {"description": "There is no such model."}})

@@ -58,6 +58,6 @@ def _sentence(type: str, event: JsonObject, run: Any) -> str:
 def _escape(text: object) -> str:
     """Return text without markup and mentions, such as `<!channel>` of Slack and `@channel` of Mattermost."""
     plain = " ".join(str(text).split())[:500]
-    for mark, shown in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("@", "@\u200b")):
-        plain = plain.replace(mark, shown)
+    for mark, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("@", "@\u200b")):
+        plain = plain.replace(mark, escaped)
     return plain

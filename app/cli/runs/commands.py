@@ -90,9 +90,9 @@ def list_runs(
             full=full, limit=limit + 1, after=after,
         )  # fmt: skip
         shown_runs, has_more = split_page(runs, limit)
-        title, shown = _measure_column(sort)
+        title, measure_text = _measure_column(sort)
         rows = [
-            (it.id, status_text(it.status), _steps_text(it), shown(it), it.name, eta_text(it.prediction) or None,
+            (it.id, status_text(it.status), _steps_text(it), measure_text(it), it.name, eta_text(it.prediction) or None,
              it.created_at)
             for it in shown_runs
         ]  # fmt: skip

@@ -67,7 +67,7 @@ async def list_jobs(request: Request, session: Reading, limit: Limit = 20, after
     predictions = await _eta_service(request).of({row.run_id: row.status for row in rows})
     jobs = [reading.job_object(row, predictions.get(row.run_id)) for row in rows]
     # Serialized here: the framework would validate each job once more.
-    page = ListPage[JobObject].of(jobs, has_more=has_more)
+    page = ListPage[JobObject].from_items(jobs, has_more=has_more)
     return Response(page.model_dump_json(), media_type="application/json")
 
 
@@ -105,7 +105,7 @@ async def list_events(job_id: str, session: Reading, limit: Limit = 20, after: A
     """List the events of a job, newest first; `GET /v1/runs/{id}/events` streams all of a run."""
     job = await reading.find_job(session, job_id)
     page, has_more = await events.list_events(session, job, limit, after)
-    return ListPage[JobEvent].of(page, has_more=has_more)
+    return ListPage[JobEvent].from_items(page, has_more=has_more)
 
 
 @router.get("/{job_id}/checkpoints")
@@ -115,7 +115,7 @@ async def list_checkpoints(
     """List the checkpoints of a job whose files exist, newest first."""
     job = await reading.find_job(session, job_id)
     page, has_more = await events.list_checkpoints(session, job, limit, after)
-    return ListPage[JobCheckpoint].of(page, has_more=has_more)
+    return ListPage[JobCheckpoint].from_items(page, has_more=has_more)
 
 
 async def _read_job(session: AsyncSession, job_id: str) -> JobObject:

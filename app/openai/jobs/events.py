@@ -143,8 +143,8 @@ def _metrics(kind: str, data: dict[str, Any], total_steps: int | None) -> _Conte
     step, loss = step_of(data), values.get("valid_loss" if kind == "eval" else "train_loss")
     place = f"Step {step}" if total_steps is None else f"Step {step} of {total_steps}"
     measured = "no loss" if loss is None else f"{'validation' if kind == 'eval' else 'training'} loss {loss:.4g}"
-    shown = {"step": step, "total_steps": total_steps, **values}
-    return _Content(f"{'Metrics' if step is None else place}: {measured}", "info", "metrics", shown)
+    fields = {"step": step, "total_steps": total_steps, **values}
+    return _Content(f"{'Metrics' if step is None else place}: {measured}", "info", "metrics", fields)
 
 
 def _job_checkpoint(job: Any, checkpoint: Checkpoint) -> JobCheckpoint:

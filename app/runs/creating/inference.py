@@ -283,13 +283,13 @@ def _alternative_to_output(run: Run) -> str:
 
 def _as_trained(run: Run, changes: Changes, overrides: Mapping[str, Any], user_set_fields: set[str]) -> TrainingConfig:
     """Return the configuration of a run without what concerns its training, and with what the request sets."""
-    unused = changes.dropped
-    inherited = {name: value for name, value in run.config.items() if name not in unused}
-    if "loss_on" not in unused:
+    dropped_fields = changes.dropped
+    inherited = {name: value for name, value in run.config.items() if name not in dropped_fields}
+    if "loss_on" not in dropped_fields:
         # The default depends on the data that the run was trained on, not on those to evaluate on.
         inherited["loss_on"] = inherited.get("loss_on") or (run.effective_config or {}).get("loss_on")
     inherited["extra"] = {
-        name: value for name, value in (run.config.get("extra") or {}).items() if f"extra.{name}" not in unused
+        name: value for name, value in (run.config.get("extra") or {}).items() if f"extra.{name}" not in dropped_fields
     }
     config = merge_config(merge_config(inherited, changes.values), overrides)
     return TrainingConfig.model_validate(drop_unknown_fields(config, user_set_fields | given_fields(overrides)))

@@ -123,16 +123,16 @@ def _as_json(values: dict[str, str], *, strip: bool = False) -> ColumnElement[st
     query. `row_to_json` is quicker than `json_build_object`, and writes no spaces.
     """
     columns = ", ".join(f"{value} AS {name}" for name, value in values.items())
-    row = "json_strip_nulls(row_to_json(shown))" if strip else "row_to_json(shown)"
-    return literal_column(f"(SELECT cast({row} AS text) FROM (SELECT {columns}) AS shown)", Text)
+    row = "json_strip_nulls(row_to_json(item))" if strip else "row_to_json(item)"
+    return literal_column(f"(SELECT cast({row} AS text) FROM (SELECT {columns}) AS item)", Text)
 
 
 View = Literal["summary", "full", "row"]
 
 
-def _build_view(shown: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
+def _build_view(item_json: ColumnElement[str], furthest: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
     own = Run.__table__.c["id", "status", "method", "output_attempt"]
-    return select(*own, furthest.label("furthest"), shown.label("shown"))
+    return select(*own, furthest.label("furthest"), item_json.label("item_json"))
 
 
 _VIEWS: dict[View, Select[*tuple[Any, ...]]] = {
@@ -151,14 +151,14 @@ class Listed(NamedTuple):
     output_attempt: int | None
     furthest: list[int] | None
     """`[step, attempt]` of the checkpoint from which it would be resumed; only with view `full`."""
-    shown: str
+    item_json: str
     """Its own columns, as a JSON object."""
 
 
-*_HEAD, _SHOWN = Listed._fields
+*_HEAD, _ITEM_JSON = Listed._fields
 _WHOLE = select(
     literal_column(f"cast(json_agg(json_build_array({', '.join(_HEAD)})) AS text)", Text),
-    literal_column(f"string_agg({_SHOWN}, chr(31))", Text),
+    literal_column(f"string_agg({_ITEM_JSON}, chr(31))", Text),
 )
 
 
@@ -392,15 +392,15 @@ async def _fetch_as_one(connection: AsyncConnection, query: Select[*tuple[Any, .
 
 
 def _parse_listed(row: Any) -> list[Listed]:
-    heads, shown = row
+    heads, items = row
     # JSON never contains this character unescaped.
-    pairs = zip(json.loads(heads), shown.split("\x1f"), strict=True) if heads else ()
+    pairs = zip(json.loads(heads), items.split("\x1f"), strict=True) if heads else ()
     return [Listed._make((*head, one)) for head, one in pairs]
 
 
-def _filtered_runs(shown: Select[*tuple[Any, ...]], filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
+def _filtered_runs(view: Select[*tuple[Any, ...]], filters: Filters, paging: Paging) -> Select[*tuple[Any, ...]]:
     if len(filters.status) < 2:
-        return shown.where(*filters.all_conditions(), *filters.on_status())
+        return view.where(*filters.all_conditions(), *filters.on_status())
     # An index returns each status in the right order; all together would have to be sorted.
     some: list[Select[Any]] = []
     for status in set(filters.status):
@@ -409,7 +409,7 @@ def _filtered_runs(shown: Select[*tuple[Any, ...]], filters: Filters, paging: Pa
             of_status = of_status.where(Run.id < paging.after)
         some.append(of_status.order_by(Run.id.desc()).limit(paging.limit + 1))
     ids = union_all(*(one.subquery().select() for one in some)).subquery()
-    return shown.where(Run.id.in_(select(ids.c.id)))
+    return view.where(Run.id.in_(select(ids.c.id)))
 
 
 async def count_by_status(session: AsyncSession, filters: Filters) -> dict[str, int]:

@@ -85,7 +85,7 @@ def run_page(
 ) -> bytes:
     """Return a page of `RunSummary`, or of `RunFull`, as JSON, from the rows of `app.runs.reading.queries`.
 
-    PostgreSQL has written most of each item (`shown`, a JSON object), so no model is built for it. `predictions` are
+    PostgreSQL has written most of each item (`item_json`), so no model is built for it. `predictions` are
     by run id.
     """
     items = []
@@ -95,7 +95,7 @@ def run_page(
         more["prediction"] = prediction.model_dump(mode="json") if prediction else None
         if full:
             more |= _derived_full(storage, row, row.furthest)
-        items.append(f"{row.shown[:-1]},{to_json(more).decode()[1:]}")
+        items.append(f"{row.item_json[:-1]},{to_json(more).decode()[1:]}")
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 
@@ -118,7 +118,7 @@ def row_page(
             more |= {"rewards" if outline.is_of_rewards else "losses": outline.values}
             if outline.tokens_per_second is not None:
                 more["tokens_per_second"] = outline.tokens_per_second
-        items.append(f"{row.shown[:-1]},{to_json(more).decode()[1:]}" if more else row.shown)
+        items.append(f"{row.item_json[:-1]},{to_json(more).decode()[1:]}" if more else row.item_json)
     return f'{{"data":[{",".join(items)}],"has_more":{"true" if has_more else "false"}}}'.encode()
 
 

@@ -441,7 +441,7 @@ def mark_notified(limit: int, startable: Sequence[str] = ()) -> Executable:
 
 def report_pending_reason(run_id: str, reason: PendingReason | None) -> Executable:
     """Store why a pending run cannot start, or that it can again (None), with an event; no row: it waits no more."""
-    shown = reason or PendingReason(code="queued", message="A worker that can take the run is online.")
+    event_reason = reason or PendingReason(code="queued", message="A worker that can take the run is online.")
     picked = _pick(and_(runs.c.id == run_id, runs.c.status == "pending"), skip_locked=True)
     moved = (
         update(runs)
@@ -450,7 +450,7 @@ def report_pending_reason(run_id: str, reason: PendingReason | None) -> Executab
         .returning(runs.c.id, runs.c.event_seq, runs.c.attempt)
         .cte("moved")
     )
-    data = as_json(code=literal(shown.code), message=literal(shown.message))
+    data = as_json(code=literal(event_reason.code), message=literal(event_reason.message))
     new = select(moved.c.id, moved.c.event_seq, literal("pending"), moved.c.attempt, func.clock_timestamp(), data)
     logged = insert(events).from_select(EVENT_COLUMNS, new).returning(events.c.seq).cte("logged")
     return select(moved.c.id).add_cte(logged)

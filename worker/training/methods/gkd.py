@@ -218,7 +218,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     # Only the completions are learned, of a chat its last answer: what a model could have generated.
     config = run.config.model_copy(update={"loss_on": "completion"})
 
-    def read(rows: RowSource) -> Tokens:
+    def tokenize_rows(rows: RowSource) -> Tokens:
         return dataset.tokenize_file(
             rows.path, rows.format, setup.tokenizer, config, max_length=max_length, chosen=rows.chosen,
             purpose=rows.purpose, progress=rows.progress, sha256=rows.sha256, cache=rows.cache,
@@ -232,4 +232,4 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             dataset_kwargs={"skip_prepare_dataset": True},
         )
 
-    return pipeline.train_on_tokens(run, replaced, setup, read, DistillationTrainer, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, tokenize_rows, DistillationTrainer, arguments)

@@ -48,7 +48,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     # The answers for the KL term are those of one device with the micro-batches of all.
     batch_size = config.batch_size * run.ranks.data_parallel_size
 
-    def read(rows: RowSource) -> Pairs:
+    def tokenize_rows(rows: RowSource) -> Pairs:
         return rated_answers(rows, setup.tokenizer, max_length=max_length, batch_size=batch_size)
 
     def arguments(shared: dict[str, Any]) -> KTOConfig:
@@ -64,4 +64,4 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             precompute_ref_log_probs=reference.is_precomputed(run),
         )
 
-    return pipeline.train_on_tokens(run, replaced, setup, read, RatedAnswerTrainer, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, tokenize_rows, RatedAnswerTrainer, arguments)

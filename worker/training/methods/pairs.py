@@ -48,7 +48,7 @@ def train_on_pairs(
     preparation.chat_template_if_needed(run, setup.tokenizer)
     max_length, truncation_mode = setup.max_length, run.config.truncation_mode
 
-    def read(rows: RowSource) -> Pairs:
+    def tokenize_rows(rows: RowSource) -> Pairs:
         return preferences.read_preferences(
             rows, setup.tokenizer, max_length=max_length, truncation_mode=truncation_mode
         )
@@ -63,4 +63,4 @@ def train_on_pairs(
             disable_dropout=no_dropout,
         )
 
-    return pipeline.train_on_tokens(run, replaced, setup, read, make, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, tokenize_rows, make, arguments)

@@ -26,7 +26,7 @@ from worker.training.loop.trainer import ServiceTrainerMixin
 from worker.training.measurement.histograms import HistogramCallback
 from worker.training.measurement.memory import MemoryProfiler
 from worker.training.methods import preparation
-from worker.training.methods.preparation import Read, Rows, RunData, Setup
+from worker.training.methods.preparation import Rows, RunData, Setup, TokenizeRows
 from worker.training.model import adapter_init, kernels, loader
 from worker.training.model.base_model import BaseModelSource
 from worker.training.model.compilation import compile_layers
@@ -47,7 +47,7 @@ def train_on_tokens(
     run: TrainingContext,
     replaced: list[Replacement],
     setup: Setup,
-    read: Read[Rows],
+    tokenize_rows: TokenizeRows[Rows],
     make: Callable[..., ServiceTrainerMixin],
     arguments: Callable[[dict[str, Any]], TrainingArguments],
 ) -> TrainingResult:
@@ -57,7 +57,7 @@ def train_on_tokens(
         run: context of the run; its configuration is updated with what the model and the data determine.
         replaced: defaults that this machine, model or data replaced; extended and reported.
         setup: result of `preparation.prepare_start`.
-        read: tokenizes rows; called for the training data, then for the held-out data.
+        tokenize_rows: called for the training data, then for the held-out data.
         make: creates the trainer, whose class computes the loss.
         arguments: creates the trainer's configuration from the arguments that all trainers share; called after the
             model is loaded.
@@ -67,7 +67,7 @@ def train_on_tokens(
         Stopped: a stop was requested before there was anything to save.
     """
     base, tokenizer, max_length = setup
-    data = preparation.read_data(run, read, preparation.token_cache(run))
+    data = preparation.read_data(run, tokenize_rows, preparation.token_cache(run))
     training = data.training
     tokenized = preparation.cache_messages(run, data.parts)
     total_steps = preparation.total_steps(

@@ -84,7 +84,7 @@ _READ = "read"
 """Start of the flag of a rank whose data is tokenized."""
 
 Some = TypeVar("Some", bound=Rows)
-Read = Callable[[RowSource], Some]
+TokenizeRows = Callable[[RowSource], Some]
 """Function that prepares rows of a dataset for training."""
 
 
@@ -314,7 +314,7 @@ def chat_template(run: TrainingContext, tokenizer: PreTrainedTokenizerBase) -> N
         )
 
 
-def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunData[Some]:
+def read_data(run: TrainingContext, tokenize_rows: TokenizeRows[Some], cache: TokenCache) -> RunData[Some]:
     """Prepare the training data and all evaluation data, before any weights are loaded.
 
     A run that only evaluates has one dataset, which is returned as training and as held-out data.
@@ -327,7 +327,7 @@ def read_data(run: TrainingContext, read: Read[Some], cache: TokenCache) -> RunD
 
     def read_rows(file: DataSource, chosen: list[int] | None, purpose: str) -> Some:
         progress = partial(run.report_progress, "tokenizing")
-        return read(RowSource(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
+        return tokenize_rows(RowSource(str(file.path), file.format, file.sha256, chosen, purpose, progress, cache))
 
     def first_rows(file: DataSource) -> list[int] | None:
         most = run.config.max_eval_rows

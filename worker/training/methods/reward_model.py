@@ -42,7 +42,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
     no_dropout = preparation.must_disable_dropout(run, replaced)
     preparation.chat_template_if_needed(run, setup.tokenizer)
 
-    def read(rows: RowSource) -> Pairs:
+    def tokenize_rows(rows: RowSource) -> Pairs:
         return preferences.read_comparisons(rows, setup.tokenizer, max_length=setup.max_length)
 
     def arguments(shared: dict[str, Any]) -> RewardConfig:
@@ -50,4 +50,4 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         multiple = preparation.padding_multiple(run, setup)
         return RewardConfig(**shared, max_length=None, pad_to_multiple_of=multiple, disable_dropout=no_dropout)
 
-    return pipeline.train_on_tokens(run, replaced, setup, read, RewardModelTrainer, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, tokenize_rows, RewardModelTrainer, arguments)

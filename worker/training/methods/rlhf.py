@@ -230,10 +230,10 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             f"have at most {max_length} tokens: lower it.",
         )
 
-    def read(rows: RowSource) -> Pairs:
+    def tokenize_rows(rows: RowSource) -> Pairs:
         return preferences.read_prompts(rows, tokenizer, max_length=longest_prompt, compared_by=rlhf.rewards)
 
-    data = preparation.read_data(run, read, TokenCache())
+    data = preparation.read_data(run, tokenize_rows, TokenCache())
     training = data.training
     completions_in_a_step = config.batch_size * config.gradient_accumulation_steps * run.ranks.size
     prompts_in_a_step = completions_in_a_step // rlhf.num_generations

@@ -123,7 +123,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
         _report_answer_marks(run, setup.tokenizer)
     vocabulary = getattr(setup.base.architecture.get_text_config(), "vocab_size", None)
 
-    def read(rows: RowSource) -> Tokens:
+    def tokenize_rows(rows: RowSource) -> Tokens:
         return dataset.tokenize_file(
             rows.path, rows.format, setup.tokenizer, config, max_length=max_length, chosen=rows.chosen,
             purpose=rows.purpose, progress=rows.progress, sha256=rows.sha256, cache=rows.cache,
@@ -144,7 +144,7 @@ def train(run: TrainingContext, replaced: list[Replacement]) -> TrainingResult:
             dataset_kwargs={"skip_prepare_dataset": True},
         )
 
-    return pipeline.train_on_tokens(run, replaced, setup, read, SupervisedTrainer, arguments)
+    return pipeline.train_on_tokens(run, replaced, setup, tokenize_rows, SupervisedTrainer, arguments)
 
 
 def _learn_weighted_answers(run: TrainingContext, replaced: list[Replacement]) -> None:

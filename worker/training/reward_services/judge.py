@@ -54,8 +54,8 @@ class Judge(ServiceScorer):
             pass  # the same again
         reply = await self._request_reply(post, messages)
         if (score := self._read_score(reply)) is None:
-            shown = repr(plain_line(reply)[:_EXCERPT_CHARACTERS])
-            raise BadResponse(f"the judge replied {shown} and not a number from {self._low:g} to {self._high:g}")
+            excerpt = repr(plain_line(reply)[:_EXCERPT_CHARACTERS])
+            raise BadResponse(f"the judge replied {excerpt} and not a number from {self._low:g} to {self._high:g}")
         return score
 
     async def _request_reply(self, post: Post, messages: Sequence[dict[str, str]]) -> str:

@@ -78,7 +78,7 @@ class StreamOptions(_Part):
 
 
 class AnswerRequest(BaseModel):
-    """What questions of both kinds say about the answer. Further parameters are refused by name."""
+    """Parameters that questions of both kinds have. Others are refused by name."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 

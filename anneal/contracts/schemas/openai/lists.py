@@ -37,7 +37,7 @@ class ListPage(BaseModel, Generic[T]):
     last_id: str | None = Field(default=None, description="ID of the last item; null for an empty page.")
 
     @classmethod
-    def of(cls, items: Sequence[T], *, has_more: bool = False) -> Self:
+    def from_items(cls, items: Sequence[T], *, has_more: bool = False) -> Self:
         """Return the page of these items."""
         ids = (items[0].id, items[-1].id) if items else (None, None)
         return cls(data=list(items), has_more=has_more, first_id=ids[0], last_id=ids[1])

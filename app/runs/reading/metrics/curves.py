@@ -275,14 +275,15 @@ class _Reading:
         """Add the valid part of a row."""
         for name, extent in json.loads(row.extents or "{}").items():
             points = self.points.setdefault(name, {})
-            shown = {extent[place]: extent[place + 1] for place in (0, 2, 4, 6) if _is_in(stretch, extent[place])}
-            if not shown:
+            pairs = zip(extent[:VALUES:2], extent[1:VALUES:2], strict=True)
+            valid_points = {step: value for step, value in pairs if _is_in(stretch, step)}
+            if not valid_points:
                 continue
             for place in (2, 4) if extent[3] is not None else (0,):
-                if extent[place] in shown:
+                if extent[place] in valid_points:
                     points[extent[place]] = extent[place + 1]
-            first, last = min(shown), max(shown)
-            self._extend_ends(name, first, shown[first], last, shown[last])
+            first, last = min(valid_points), max(valid_points)
+            self._extend_ends(name, first, valid_points[first], last, valid_points[last])
 
     def _extend_ends(self, name: str, first: int, at_first: float | None, last: int, at_last: float | None) -> None:
         ends = self._ends.get(name)

@@ -48,14 +48,14 @@ _PIECES = text(
 _SHORT = 4 * MOST_POINTS
 _EVENTS = text(
     """
-    SELECT run_id, attempt, cast(data ->> 'step' AS bigint) AS step, cast(shown.value ->> 0 AS float) AS value
+    SELECT run_id, attempt, cast(data ->> 'step' AS bigint) AS step, cast(measure.value ->> 0 AS float) AS value
     FROM run_events CROSS JOIN LATERAL (
         SELECT json_build_array(
             CASE WHEN run_id = ANY(:rewarded) THEN data #> '{extra,reward}' ELSE data -> 'loss' END
         ) AS value
-    ) AS shown
+    ) AS measure
     WHERE run_id = ANY(:ids) AND type = 'metric' AND json_typeof(data -> 'step') = 'number'
-        AND json_typeof(shown.value -> 0) IN ('number', 'null') ORDER BY run_id, seq
+        AND json_typeof(measure.value -> 0) IN ('number', 'null') ORDER BY run_id, seq
     """
 )
 
