@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, TimeoutError, ViewportSize
 from sqlalchemy import Engine
 
@@ -9,6 +10,8 @@ from tests.factories import Trainer, make_run
 from tests.server import ApiServer
 
 PHONE: ViewportSize = {"width": 390, "height": 844}
+HOSTILE = "<img src=x onerror=alert(1)> \u202e{{7*7}} \x1b[31m&amp; javascript:alert(1)"
+"""Text of another person that a page must not take as markup."""
 _TOO_WIDE = """() => {
   if (document.documentElement.scrollWidth <= innerWidth) return [];
   const isWide = (element) => element.getBoundingClientRect().right > innerWidth + 1;
@@ -26,6 +29,11 @@ def too_wide(page: Page) -> list[str]:
         selectors: list[str] = page.evaluate(_TOO_WIDE)
         return selectors
     return []
+
+
+def violations(page: Page) -> list[str]:
+    """Return the rules of accessibility that the page breaks, each with the first element that does."""
+    return [f"{rule['id']}: {rule['nodes'][0]['html']}" for rule in Axe().run(page).response["violations"]]
 
 
 def start(api: ApiServer, engine: Engine, dataset: str, **body: Any) -> Trainer:

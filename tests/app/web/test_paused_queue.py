@@ -2,8 +2,7 @@
 
 from playwright.sync_api import Page, ViewportSize, expect
 
-from tests.app.web.pages import PHONE, too_wide
-from tests.app.web.test_pages import HOSTILE, violations
+from tests.app.web.pages import HOSTILE, PHONE, too_wide, violations
 from tests.server import ApiServer
 
 
