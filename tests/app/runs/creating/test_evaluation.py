@@ -7,36 +7,18 @@ import httpx
 import pytest
 from sqlalchemy import Engine, func, select, text, update
 
-from app.config import Settings
 from app.infra.ids import new_id
 from app.runs.creating import inference
 from app.tables.checkpoints import Checkpoint
 from app.tables.runs import Run
 from tests.app.runs.creating.inferences import refused, train
-from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_checkpoint, mark_run
+from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_checkpoint, mark_run
 from tests.rows import add_worker, events_of, run_row
 from tests.server import ApiServer
 from tests.waiting import HeldCalls, eventually
 
 LORA = {"base_model": "tiny", "method": "lora", "lora_r": 8, "max_steps": 100, "eval_split": 0.1, "eval_steps": 10}
 KEPT = {"batch_size": 2, "report_to": ["tensorboard"], "sample_steps": 5, "sample_prompts": ["why"]}
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    if not (emptied_api.settings.models_folder / "tiny").exists():
-        make_model(emptied_api.settings)
-    return emptied_api
-
-
-@pytest.fixture
-def dataset(engine: Engine) -> str:
-    return make_dataset(engine)
 
 
 def evaluate(api: ApiServer, model: str, dataset: str, **body: Any) -> httpx.Response:

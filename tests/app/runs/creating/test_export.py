@@ -8,27 +8,13 @@ import httpx
 import pytest
 from sqlalchemy import Engine
 
-from app.config import Settings
 from app.infra.ids import new_id
 from app.infra.storage import Storage
-from tests.factories import Trainer, make_dataset, make_model, make_run, mark_checkpoint, mark_run
+from tests.factories import Trainer, make_dataset, make_run, mark_checkpoint, mark_run
 from tests.rows import add_worker, run_row
 from tests.server import ApiServer
 
 CONFIG = {"base_model": "tiny", "method": "lora", "report_to": ["tensorboard"]}
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    folder = emptied_api.settings.models_folder / "tiny"
-    if not folder.exists():
-        make_model(emptied_api.settings)
-    return emptied_api
 
 
 def trained(api: ApiServer, engine: Engine, **config: Any) -> Trainer:

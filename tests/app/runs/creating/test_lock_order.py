@@ -5,28 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import pytest
 from sqlalchemy import Engine, select, text
 from sqlalchemy.exc import OperationalError
 
-from app.config import Settings
 from app.infra.storage import Storage
 from app.tables.runs import Run
-from tests.factories import Trainer, make_dataset, make_experiment, make_model, make_run
+from tests.factories import Trainer, make_dataset, make_experiment, make_run
 from tests.server import ApiServer
 from tests.waiting import eventually
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    if not (emptied_api.settings.models_folder / "tiny").exists():
-        make_model(emptied_api.settings)
-    return emptied_api
 
 
 def train(api: ApiServer, engine: Engine, dataset: str, config: dict[str, Any], **body: Any) -> str:

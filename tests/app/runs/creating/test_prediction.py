@@ -7,32 +7,14 @@ import pytest
 from sqlalchemy import Engine
 
 from anneal.contracts.methods import to_score
-from app.config import Settings
 from app.infra.ids import new_id
 from tests.app.runs.creating.inferences import refused, train
-from tests.factories import Trainer, count_runs, make_dataset, make_model, make_run, mark_run
+from tests.factories import Trainer, count_runs, make_dataset, make_run, mark_run
 from tests.rows import events_of, run_row
 from tests.server import ApiServer
 
 LORA = {"base_model": "tiny", "method": "lora", "lora_r": 8, "max_steps": 100, "learning_rate": 1e-3}
 DPO = {"base_model": "tiny", "method": "dpo", "lora_r": 8, "load_in_4bit": False, "dpo": {"beta": 0.2}}
-
-
-@pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
-def api(emptied_api: ApiServer) -> ApiServer:
-    if not (emptied_api.settings.models_folder / "tiny").exists():
-        make_model(emptied_api.settings)
-    return emptied_api
-
-
-@pytest.fixture
-def dataset(engine: Engine) -> str:
-    return make_dataset(engine)
 
 
 def predict(api: ApiServer, model: str, dataset: str, **body: Any) -> httpx.Response:

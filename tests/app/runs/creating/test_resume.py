@@ -19,18 +19,8 @@ from tests.waiting import HeldCalls
 
 
 @pytest.fixture
-def settings(emptied_api: ApiServer) -> Settings:
-    return emptied_api.settings
-
-
-@pytest.fixture
 def api(emptied_api: ApiServer) -> ApiServer:
     return emptied_api
-
-
-@pytest.fixture
-def dataset(engine: Engine) -> str:
-    return make_dataset(engine)
 
 
 def resume(api: ApiServer, run_id: str, **body: Any) -> httpx.Response:
