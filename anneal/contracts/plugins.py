@@ -3,7 +3,6 @@
 Pure pydantic: the API validates with it; `worker/training/plugins/registry.py` loads the plugins.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from anneal.contracts.field_types import PluginName
+from anneal.contracts.field_types import PluginName, json_length
 from anneal.contracts.methods import rewards_of
 
 PLUGINS = {
@@ -51,10 +50,8 @@ class Plugin(BaseModel):
 
     @model_validator(mode="after")
     def _not_too_long(self) -> "Plugin":
-        try:
-            length = len(json.dumps(self.model_extra, allow_nan=False))
-        except (TypeError, ValueError, RecursionError):
-            raise PydanticCustomError("bad_bounds", "must contain only valid JSON") from None
+        if (length := json_length(self.model_extra)) is None:
+            raise PydanticCustomError("bad_bounds", "must contain only valid JSON")
         if length > _MOST_CHARACTERS:
             message = "is too long: its parameters may have at most {most} characters of JSON"
             raise PydanticCustomError("out_of_range", message, {"most": f"{_MOST_CHARACTERS:,}"})

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from anneal.contracts.field_types import ModelName, PluginName, Strict
+from anneal.contracts.field_types import ModelName, PluginName, Strict, json_length
 from anneal.contracts.reward_patterns import MOST_PATTERN_CHARACTERS
 
 _MOST_SCHEMA_CHARACTERS = 20_000
@@ -214,10 +214,8 @@ class JudgeReward(ServiceReward):
 
     @model_validator(mode="after")
     def _has_valid_parameters(self) -> "JudgeReward":
-        try:
-            length = len(json.dumps(self.parameters, allow_nan=False))
-        except (TypeError, ValueError, RecursionError):
-            raise PydanticCustomError("bad_parameters", "has `parameters` that are not JSON") from None
+        if (length := json_length(self.parameters)) is None:
+            raise PydanticCustomError("bad_parameters", "has `parameters` that are not JSON")
         if length > _MOST_PARAMETER_CHARACTERS:
             message = "has `parameters` of more than {most} characters of JSON"
             raise PydanticCustomError("bad_parameters", message, {"most": f"{_MOST_PARAMETER_CHARACTERS:,}"})

@@ -154,16 +154,26 @@ class AnswerMessage(BaseModel):
     tool_calls: list[ToolCallObject] | None = None
 
 
-class ChatChoice(BaseModel):
-    """One of the answers to a chat."""
-
+class _Choice(BaseModel):
     index: int
-    message: AnswerMessage
     logprobs: None = None
     finish_reason: FinishReason
 
 
-class ChatCompletion(BaseModel):
+class ChatChoice(_Choice):
+    """One of the answers to a chat."""
+
+    message: AnswerMessage
+
+
+class _Answers(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatCompletion(_Answers):
     """Answers to a chat. With `stream`, it comes as `chat.completion.chunk` objects in server-sent events."""
 
     model_config = ConfigDict(
@@ -179,12 +189,8 @@ class ChatCompletion(BaseModel):
         }
     )  # fmt: skip
 
-    id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
     @property
     def text(self) -> str:
@@ -230,16 +236,13 @@ class ChatChunk(BaseModel):
         return "".join(choice.delta.content or "" for choice in self.choices if choice.index == 0)
 
 
-class TextChoice(BaseModel):
+class TextChoice(_Choice):
     """One of the continuations of a text."""
 
-    index: int
     text: str
-    logprobs: None = None
-    finish_reason: FinishReason
 
 
-class Completion(BaseModel):
+class Completion(_Answers):
     """Continuations of a text. With `stream`, it comes in pieces of the same form in server-sent events."""
 
     model_config = ConfigDict(
@@ -252,9 +255,5 @@ class Completion(BaseModel):
         }
     )  # fmt: skip
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage
