@@ -21,6 +21,19 @@ const Tile = ({ label, value, unit, note, children }) => html`<div class="tile">
   ${children}
 </div>`;
 
+/** @param {{ label: string, run: api.Run }} props */
+const ProgressTile = ({ label, run }) => html`<${Tile}
+  label=${label}
+  value=${format.integer(run.current_step)}
+  unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}
+>
+  ${run.total_steps != null && run.total_steps > 0 && html`<${Bar}
+    value=${run.current_step / run.total_steps}
+    status=${run.status}
+    label="Progress"
+  />`}
+<//>`;
+
 /** @param {{ store: RunStore }} props */
 export function Summary({ store }) {
   const run = store.run.value;
@@ -40,17 +53,7 @@ export function Summary({ store }) {
   const memory = store.device.value?.memory_mb ?? latest('gpu_memory_mb');
   return html`<section class="box summary" aria-label="State of the run">
     <div class="tiles">
-      <${Tile}
-        label="Step"
-        value=${format.integer(run.current_step)}
-        unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}
-      >
-        ${run.total_steps != null && run.total_steps > 0 && html`<${Bar}
-          value=${run.current_step / run.total_steps}
-          status=${run.status}
-          label="Progress"
-        />`}
-      <//>
+      <${ProgressTile} label="Step" run=${run} />
       <${TimeTile} store=${store} now=${now} />
       ${isRewarded(run.config.method)
         ? html`<${Tile}
@@ -108,17 +111,7 @@ function PredictionTiles({ store, now }) {
   const length = latest('eval.eval_completion_length');
   const cut = latest('eval.eval_completions_cut');
   return html`<div class="tiles">
-    <${Tile}
-      label="Rows"
-      value=${format.integer(run.current_step)}
-      unit=${run.total_steps ? `of ${format.integer(run.total_steps)}` : ''}
-    >
-      ${run.total_steps != null && run.total_steps > 0 && html`<${Bar}
-        value=${run.current_step / run.total_steps}
-        status=${run.status}
-        label="Progress"
-      />`}
-    <//>
+    <${ProgressTile} label="Rows" run=${run} />
     <${TimeTile} store=${store} now=${now} />
     ${scores.map(
       (name) => html`<${Tile}
