@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anneal.contracts.run_task import RunTask
 from app.cli.console import (
     After,
     AsJson,
@@ -43,7 +44,7 @@ Types = Annotated[
 ]
 Tag = Annotated[str | None, typer.Option(help="Only runs with this tag.")]
 Model = Annotated[str | None, typer.Option(help="Only runs of this base model.")]
-Task = Annotated[str | None, typer.Option(help="Only runs of this task: train, evaluate or export.")]
+Task = Annotated[RunTask | None, typer.Option(help="Only runs of this task.")]
 Statuses = Annotated[
     list[str] | None, typer.Option("--status", help="Only events that report this status; repeatable.")
 ]

@@ -1,6 +1,7 @@
 """Page of the command line: every command with its arguments and options."""
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
 import typer.main
@@ -45,11 +46,19 @@ def _parameter(parameter: Any) -> tuple[str, str, str, str]:
     return name, _type(parameter), default, markdown.escape(parameter.help or "")
 
 
+def choices(parameter: Any) -> tuple[str, ...]:
+    """Return the values that a parameter may have; empty if they are not limited to some."""
+    annotation = parameter.type_descriptor.annotation
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return tuple(annotation)
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
 def _type(parameter: Any) -> str:
     annotation = parameter.type_descriptor.annotation
     if getattr(parameter, "is_flag", False):
         return "flag"
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    if values := choices(parameter):
+        return ", ".join(f"`{value}`" for value in values)
     name = "text" if annotation in (str, list[str]) else getattr(annotation, "__name__", str(annotation)).lower()
     return f"{name}, repeatable" if parameter.multiple else name

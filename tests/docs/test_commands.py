@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from app.cli.main import cli
+from docs.generator.cli import choices
 from tests.nodes import ROOT
 
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -45,7 +46,7 @@ def _command(*names: str) -> Any:
 
 
 def problem(command: str) -> str | None:
-    """Return the first unknown command or option; None if there is none."""
+    """Return the first unknown command, option or value of an option; None if there is none."""
     words = [word for word in shlex.split(command.partition("#")[0]) if word != "…"]
     names: list[str] = []
     while words and hasattr(_command(*names), "get_command"):
@@ -55,8 +56,14 @@ def problem(command: str) -> str | None:
         if _command(*names) is None:
             return names[-1]
     parameters = _command(*names).params
-    options = {option for it in parameters for option in (*it.opts, *it.secondary_opts)} | _GLOBAL
-    return next((word for word in words if re.match(r"--?[a-z]", word) and word not in options), None)
+    options = {option: it for it in parameters for option in (*it.opts, *it.secondary_opts)}
+    for word, value in itertools.pairwise([*words, ""]):
+        if re.match(r"--?[a-z]", word) and word not in options.keys() | _GLOBAL:
+            return word
+        values = choices(options[word]) if word in options else ()
+        if values and value and value not in values:
+            return f"{word} {value}"
+    return None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -66,5 +73,6 @@ def test_commands_exist(page: Path) -> None:
 
 
 def test_unknown_commands_are_found() -> None:
-    text = "`anneal runs make|list` `anneal runs stop --soon run_1`\n```\nanneal up --now\nanneal keys create me\n```\n"
-    assert [problem(command) for command in commands(text)] == ["--now", None, "make", None, "--soon"]
+    inline = "`anneal runs make|list` `anneal runs stop --soon run_1` `anneal runs list --task rest --sort`\n"
+    text = f"{inline}```\nanneal up --now\nanneal keys create me\n```\n"
+    assert [problem(command) for command in commands(text)] == ["--now", None, "make", None, "--soon", "--task rest"]

@@ -64,9 +64,7 @@ def list_runs(
     base_model: OfBaseModel = None,
     method: OfMethod = None,
     dataset: OfDataset = None,
-    task: Annotated[
-        Literal["train", "evaluate", "export", "predict", "serve"] | None, typer.Option(help="Only runs of this task.")
-    ] = None,
+    task: Annotated[RunTask | None, typer.Option(help="Only runs of this task.")] = None,
     search: WithText = None,
     sort: Annotated[
         RunSort | None,
