@@ -182,7 +182,10 @@ class Runs(ApiResource[M]):
 
     @call
     async def delete(self, run_id: str) -> None:
-        """Delete an ended run with its events, checkpoints and output."""
+        """Delete an ended run with its events, checkpoints and output.
+
+        A run of a fine-tuning job of several runs is refused: `delete_many` deletes them together.
+        """
         await self._session.request("DELETE", f"/runs/{run_id}")
 
     @call
@@ -216,8 +219,17 @@ class Runs(ApiResource[M]):
 
     @call
     async def delete_many(self, run_ids: Sequence[str]) -> RunChanges:
-        """Delete several ended runs; one that is live, pinned or needed by another run is `refused`."""
-        return await self._change_runs("delete", run_ids, {})
+        """Delete several ended runs; one that is live, pinned or needed by another run is `refused`.
+
+        So are the runs of a fine-tuning job of which one is not named: they are deleted together.
+        """
+        changes = await self._change_runs("delete", run_ids, {})
+        # Runs of a job may have been in different requests.
+        separated = [change.id for change in changes.runs if change.code == "run_is_of_job"]
+        if not separated or len(set(run_ids)) <= MOST_RUNS:
+            return changes
+        again = {change.id: change for change in (await self._change_runs("delete", separated, {})).runs}
+        return RunChanges(runs=[again.get(change.id, change) for change in changes.runs])
 
     @call
     async def tag_many(

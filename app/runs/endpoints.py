@@ -193,10 +193,18 @@ async def stop_runs(body: RunsStop, request: Request, session: Session, after_co
 async def delete_runs(
     body: RunsDelete, request: Request, session: Session, after_commit: BackgroundTasks
 ) -> RunChanges:
-    """Delete several runs that have ended, with their events, checkpoints and outputs."""
+    """Delete several runs that have ended, with their events, checkpoints and outputs.
+
+    The runs of a fine-tuning job are deleted together: those of a job of which `ids` lacks a run are refused.
+    """
+    runs_of_job = await deletion.lock_by_job(session, body.ids)
+    deleted: set[str] = set()
 
     async def apply_delete(run_id: str) -> bool:
-        await deletion.delete_run(session, run_id)
+        if run_id not in deleted:
+            together = runs_of_job.get(run_id, [run_id])
+            await deletion.delete_runs(session, together)
+            deleted.update(together)
         return True
 
     after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
@@ -330,11 +338,18 @@ async def edit_run(run_id: str, body: RunEdit, request: Request, session: Sessio
 @router.delete(
     "/{run_id}",
     status_code=204,
-    responses={409: {"description": "The run has not ended, is pinned, or is needed by another run."}},
+    responses={
+        409: {
+            "description": "It has not ended, is pinned or needed by another run, or is one of several runs of a job."
+        }
+    },
 )
 async def delete_run(run_id: str, request: Request, session: Session, after_commit: BackgroundTasks) -> None:
-    """Delete a run that has ended, with its events, checkpoints and output."""
-    await deletion.delete_run(session, run_id)
+    """Delete a run that has ended, with its events, checkpoints and output.
+
+    A run of a fine-tuning job of several runs is refused: `POST /v1/runs/delete` deletes them together.
+    """
+    await deletion.delete_runs(session, [run_id])
     after_commit.add_task(deletion.delete_remaining_data, request.app.state.sessions, request.app.state.storage)
 
 

@@ -8,12 +8,12 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from dataclasses import astuple, dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ARRAY, ColumnElement, Text, all_, delete, func, literal, select, text, update
+from sqlalchemy import ARRAY, ColumnElement, Text, all_, and_, delete, func, literal, select, text, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
@@ -160,18 +160,7 @@ class Pruning:
         gone: set[str] = set()
         while True:
             async with self._sessions() as session, session.begin():
-                other = aliased(Run)
-                needed = select(other.id).where((other.parent_run_id == Run.id) | (other.base_run_id == Run.id))
-                deleted = all_(literal(sorted(gone), ARRAY(Text)))  # what a dry run would have deleted
-                needed = needed.where(other.id != deleted)
-                reward_users = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == Run.id)
-                reward_users = reward_users.where(RunRewardModel.run_id != deleted)
-                pinned = select(Checkpoint.id).where(
-                    Checkpoint.run_id == Run.id, Checkpoint.pinned, Checkpoint.deleted_at.is_(None)
-                )
-                free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]
-                query = select(Run.id).where(*_ended_before(before), *free, ~pinned.exists(), Run.id != deleted)
-                run_ids = (await session.scalars(query.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
+                run_ids = await _lock_prunable(session, before, gone)
                 if not run_ids:
                     break
                 self._result.runs += len(run_ids)
@@ -317,10 +306,46 @@ async def _exchange_partition(session: AsyncSession, name: str, pinned_ids: list
         await session.execute(text(f"ALTER TABLE {name} DROP CONSTRAINT within"))
 
 
-def _ended_before(before: datetime) -> list[ColumnElement[bool]]:
+async def _lock_prunable(session: AsyncSession, before: datetime, gone: Collection[str]) -> list[str]:
+    """Lock and return runs to delete; of a fine-tuning job all or none, because it has the state of its newest run.
+
+    `gone` are those that a dry run would have deleted.
+    """
+    member = aliased(Run)
+    is_of_job = (member.job_run_id == Run.id, member.job_run_id.is_not(None))  # the second for the partial index
+    kept_of_job = select(member.id).where(*is_of_job, ~and_(*_prunable(member, before, gone)))
+    first_runs = select(Run.id).where(Run.job_run_id.is_(None), *_prunable(Run, before, gone), ~kept_of_job.exists())
+    # No run is waited for, so that the order of the locks does not matter.
+    first_ids = (await session.scalars(first_runs.limit(_RUNS_AT_ONCE).with_for_update(skip_locked=True))).all()
+    of_jobs = select(Run.id, Run.job_run_id).where(Run.job_run_id.in_(first_ids), *_prunable(Run, before, gone))
+    resumed = (await session.execute(of_jobs.with_for_update(skip_locked=True))).all()
+    not_locked = Run.id.not_in([run.id for run in resumed])
+    changing = select(Run.job_run_id).where(Run.job_run_id.in_(first_ids), not_locked)
+    changing_jobs = set((await session.scalars(changing)).all())
+    run_ids = [run.id for run in resumed if run.job_run_id not in changing_jobs]
+    return run_ids + [run_id for run_id in first_ids if run_id not in changing_jobs]
+
+
+def _prunable(run: Any, before: datetime, gone: Collection[str]) -> list[ColumnElement[bool]]:
+    """Return the conditions on a run that has ended long ago, is not pinned, and is not needed by another job."""
+    other = aliased(Run)
+    deleted = all_(literal(sorted(gone), ARRAY(Text)))
+    needed = select(other.id).where((other.parent_run_id == run.id) | (other.base_run_id == run.id))
+    is_of_job = func.coalesce(other.job_run_id, other.id) == func.coalesce(run.job_run_id, run.id)
+    needed = needed.where(other.id != deleted, ~is_of_job)
+    reward_users = select(RunRewardModel.run_id).where(RunRewardModel.reward_run_id == run.id)
+    reward_users = reward_users.where(RunRewardModel.run_id != deleted)
+    pinned = select(Checkpoint.id).where(
+        Checkpoint.run_id == run.id, Checkpoint.pinned, Checkpoint.deleted_at.is_(None)
+    )
+    free = [~run.pinned, ~needed.exists(), ~reward_users.exists()]
+    return [*_ended_before(before, run), *free, ~pinned.exists(), run.id != deleted]
+
+
+def _ended_before(before: datetime, run: Any = Run) -> list[ColumnElement[bool]]:
     # Ids sort by creation time, which precedes the end, so this bounds the search by the primary key.
-    started_before: Any = Run.id < id_at("run", before + timedelta(days=1))
-    return [Run.status.in_(TERMINAL), Run.finished_at < before, started_before]
+    started_before = run.id < id_at("run", before + timedelta(days=1))
+    return [run.status.in_(TERMINAL), run.finished_at < before, started_before]
 
 
 def run_prune(settings: Settings, policy: Policy, dry_run: bool) -> PruneResult:

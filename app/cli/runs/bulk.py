@@ -126,6 +126,8 @@ def delete(
 ) -> None:
     """Delete ended runs with their events, checkpoints and models: those named, or all that the filters select.
 
+    The runs of a fine-tuning job are deleted together: those of a job of which one is not selected are refused.
+
     Example: `anneal runs delete run_01k3x9m6q2v8s4t0w7y5z1a3b6`
     """
     filters = _build_filters(experiment, status, tag, base_model, method, dataset, search)

@@ -90,7 +90,7 @@ async def _add_to_job(session: AsyncSession, job: Any, child: Run, job_id: str) 
 
 
 async def _lock_job(session: AsyncSession, job_id: str) -> Any:
-    """Return the row of a job, which no other request resumes or cancels until the commit."""
+    """Return the row of a job, which no other request resumes, cancels or deletes until the commit."""
     job = await find_job(session, job_id)
     # In the order of `service.lock_runs`. Requests that refer to the runs need not wait: a resume does so before this.
     runs = select(Run.id).where(Run.id.in_([job.id, job.run_id])).order_by(Run.id.desc())

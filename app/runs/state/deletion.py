@@ -1,8 +1,11 @@
 """Deletion of runs: the row at once, then large data (events, curves, files) step by step."""
 
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Select, delete, func, select, text
+from sqlalchemy import Select, delete, func, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import aliased
@@ -26,31 +29,69 @@ _EVENTS_AT_ONCE = 20_000
 _NAMED = 3
 
 
-async def delete_run(session: AsyncSession, run_id: str) -> None:
-    """Delete a run that has ended; 409 while it is live, needed by another run, or it or a checkpoint is pinned."""
-    # A concurrent request that resumes this run or builds on it holds its lock: wait, and then see the new run.
-    run = await session.scalar(select(Run).where(Run.id == run_id).with_for_update())
-    if run is None:
-        raise not_found("run", run_id)
+async def delete_runs(session: AsyncSession, run_ids: Sequence[str]) -> None:
+    """Delete a run that has ended, or all runs of a fine-tuning job.
+
+    Raises 409 if one is live, pinned, has a pinned checkpoint or is needed by another run, and for some runs of a job
+    without the others: a job has the state of its newest run, so that without it an earlier state would return.
+    """
+    # A concurrent request that resumes a run or builds on it holds its lock: wait, and then see the new run.
+    locked = select(Run.id, Run.status, Run.pinned, Run.job_run_id).where(Run.id.in_(run_ids)).order_by(Run.id.desc())
+    runs = (await session.execute(locked.with_for_update())).all()
+    if missing := sorted(set(run_ids) - {run.id for run in runs}):
+        raise not_found("run", missing[0])
+    for run in runs:
+        await _refuse_kept(session, run)
+    job_runs = await _runs_of_jobs(session, runs)
+    if len(job_runs) > len(runs):
+        raise conflict(
+            "run_is_of_job",
+            f"Run {runs[0].id} is {runs[0].status}, and one of {len(job_runs)} runs of a fine-tuning job, which are "
+            "deleted together, because the job would return to an earlier state otherwise: "
+            f"`anneal runs delete {' '.join(job_runs)}`, or POST /v1/runs/delete with these IDs.",
+        )
+    for run in runs:
+        dependents = select_dependents(select(Run.id).where(Run.id == run.id)).subquery()
+        others = select(dependents.c.id).where(dependents.c.id.not_in(run_ids))
+        if needed_by := await first_few(session, others):
+            raise conflict(
+                "run_is_needed",
+                f"Run {run.id} is {run.status}, and {needed_by} resumed it, or uses its output as base model or "
+                "reward model: delete these first.",
+            )
+    await delete_rows(session, select(Run.id).where(Run.id.in_(run_ids)))
+
+
+async def _refuse_kept(session: AsyncSession, run: Any) -> None:
+    """Raise 409 for a run that is live or pinned, or has a pinned checkpoint."""
     if run.status not in TERMINAL:
-        raise conflict("run_is_live", f"Run {run_id} is {run.status}; stop it first, and delete it when it has ended.")
+        raise conflict("run_is_live", f"Run {run.id} is {run.status}; stop it first, and delete it when it has ended.")
     if run.pinned:
         raise conflict(
-            "run_is_pinned", f'Run {run_id} is {run.status} and pinned; PATCH it with {{"pinned": false}} first.'
+            "run_is_pinned", f'Run {run.id} is {run.status} and pinned; PATCH it with {{"pinned": false}} first.'
         )
-    if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run_id))):
+    if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run.id))):
         raise conflict(
             "checkpoint_is_pinned",
-            f"Run {run_id} is {run.status} and has pinned checkpoints: {pinned}. Unpin them first, or keep the run.",
+            f"Run {run.id} is {run.status} and has pinned checkpoints: {pinned}. Unpin them first, or keep the run.",
         )
-    needed_by = await first_few(session, select_dependents(select(Run.id).where(Run.id == run_id)))
-    if needed_by:
-        raise conflict(
-            "run_is_needed",
-            f"Run {run_id} is {run.status}, and {needed_by} resumed it, or uses its output as base model or "
-            "reward model: delete these first.",
-        )
-    await delete_rows(session, select(Run.id).where(Run.id == run_id))
+
+
+async def _runs_of_jobs(session: AsyncSession, runs: Sequence[Any]) -> Sequence[str]:
+    """Return the ids of all runs of the jobs of these runs, newest first."""
+    jobs = {run.job_run_id or run.id for run in runs}
+    members = select(Run.id).where(or_(Run.id.in_(jobs), Run.job_run_id.in_(jobs)))
+    return (await session.scalars(members.order_by(Run.id.desc()))).all()
+
+
+async def lock_by_job(session: AsyncSession, run_ids: Sequence[str]) -> dict[str, list[str]]:
+    """Lock runs until the commit, and return those of the same job by each run that exists."""
+    job = func.coalesce(Run.job_run_id, Run.id)
+    locked = select(Run.id, job).where(Run.id.in_(run_ids)).order_by(Run.id.desc()).with_for_update()
+    runs_by_job = defaultdict[str, list[str]](list)
+    for run_id, job_run_id in (await session.execute(locked)).tuples():
+        runs_by_job[job_run_id].append(run_id)
+    return {run_id: job_runs for job_runs in runs_by_job.values() for run_id in job_runs}
 
 
 def select_dependents(runs: Select[str]) -> Select[str]:

@@ -1,6 +1,7 @@
 """Retention: what is old goes, and never what somebody needs."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy import Engine, func, insert, select, text, update
 from typer.testing import CliRunner
 
 from anneal.client.client import Anneal
@@ -20,7 +21,7 @@ from app.config import Settings
 from app.infra.broker import Broker
 from app.infra.clock import ClockWatch
 from app.infra.db import async_engine, sync_engine
-from app.infra.ids import id_at
+from app.infra.ids import id_at, new_id
 from app.infra.storage import Storage
 from app.runs import retention
 from app.runs.events import feed, stream
@@ -346,6 +347,37 @@ class TestRuns:
         assert run_prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
         assert runs(engine) == {needed.run_id, judge.run_id, waiting, pinned.run_id, holder.run_id, young.run_id}
         assert events(engine, child.run_id) == 0
+
+    def test_runs_of_a_job_go_together_or_stay(
+        self, engine: Engine, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def make_job(**newest: Any) -> list[str]:
+            """Ids of a job of three runs, oldest first, with these values of the newest one."""
+            ids = [old_runs.run(JANUARY, points=1).run_id for _ in range(3)]
+            for parent, run_id in itertools.pairwise(ids):
+                mark_run(engine, run_id, parent_run_id=parent, job_run_id=ids[0])
+            mark_run(engine, ids[-1], **{"finished_at": JANUARY, **newest})
+            return ids
+
+        jobs = [make_job() for _ in range(7)] + [make_job(finished_at=datetime.now(UTC))]
+        pinned, holder, needed, continued, free, built_on, locked, young = jobs
+        mark_run(engine, pinned[1], pinned=True)
+        saved = {"name": "checkpoint-1", "step": 1, "epoch": 0.1, "kind": "best", "bytes": 1, "pinned": True}
+        with engine.begin() as connection:
+            values = {"id": new_id("ckpt"), "run_id": holder[0], "attempt": 1, "manifest_sha256": "a" * 64, **saved}
+            connection.execute(insert(Checkpoint).values(values))
+        others = {add_run(engine, base_run_id=needed[1]).id, add_run(engine, parent_run_id=continued[2]).id}
+        mark_run(engine, free[0], base_run_id=built_on[1])
+        remaining = others.union(pinned, holder, needed, continued, young)
+
+        with engine.connect() as resuming:
+            resuming.execute(select(Run.id).where(Run.id == locked[1]).with_for_update(read=True, key_share=True))
+            for dry_run in (True, False):
+                assert run_prune(settings, Policy(runs_days=30), dry_run=dry_run) == PruneResult(runs=6)
+        assert runs(engine) == remaining.union(locked)
+        monkeypatch.setattr(retention, "_RUNS_AT_ONCE", 1)
+        assert run_prune(settings, Policy(runs_days=30), dry_run=False) == PruneResult(runs=3)
+        assert runs(engine) == remaining
 
     def test_the_settings_are_the_policy_of_a_running_service(
         self, old_runs: OldRuns, settings: Settings, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from anneal.contracts.schemas.runs.usage import UsageBy, UsageRead
 from app.config import Settings
 from app.infra.db import async_engine
 from app.runs.state import machine
-from app.runs.state.deletion import delete_run
+from app.runs.state.deletion import delete_runs
 from app.tables.runs import Attempt, AttemptTimings
 from app.tables.usage import count_attempts
 from app.usage.service import read_usage
@@ -80,7 +80,7 @@ async def test_attempts_count_once_in_the_months_of_their_time_also_those_of_del
     assert {by: rows(await read_usage(session, priced, by, *YEAR)) for by in expected} == expected
     if is_counted_first:
         count_usage(engine)
-    await delete_run(session, run.id)
+    await delete_runs(session, [run.id])
     assert {by: rows(await read_usage(session, priced, by, *YEAR)) for by in expected} == expected
     count_usage(engine)  # leaves those out that are just being deleted
     await session.commit()
@@ -97,7 +97,7 @@ async def test_run_that_is_deleted_while_its_attempts_are_being_counted_counts_o
     run = train_twice(engine, add_key(engine, 8))
     with engine.begin() as counting:
         assert counting.scalar(count_attempts(Attempt, 1)) == 1
-        deletion = asyncio.create_task(delete_run(session, run.id))
+        deletion = asyncio.create_task(delete_runs(session, [run.id]))
         await asyncio.to_thread(eventually, lambda: waiting_for_locks(engine) == 1, what="the deletion waits")
     await deletion
     await session.commit()

@@ -12,7 +12,7 @@ from app.infra.db import async_engine
 from app.runs.events import feed
 from app.runs.events.feed import number_events
 from app.runs.state import machine
-from app.runs.state.deletion import delete_run
+from app.runs.state.deletion import delete_runs
 from app.tables.events import QueuedFeedEvent
 from tests.app.webhooks.rows import add_webhook, deliveries, end_run
 from tests.factories import Trainer
@@ -90,7 +90,7 @@ async def test_end_of_a_run_that_is_deleted_before_the_feed_has_numbered_it_is_e
 ) -> None:
     webhook, run_id = add_webhook(engine), end_run(engine)
     async with AsyncSession(reading) as session, session.begin():
-        await delete_run(session, run_id)
+        await delete_runs(session, [run_id])
     await number(reading)
     assert [row.run_id for row in deliveries(engine, webhook)] == [run_id]
 

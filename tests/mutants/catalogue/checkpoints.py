@@ -128,12 +128,32 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/state/deletion.py",
-                "if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run_id))):",
+                "if pinned := await first_few(session, pinned_checkpoints(select(Run.id).where(Run.id == run.id))):",
                 "if pinned := None:",
             ),
         ),
         test="tests/app/runs/state/test_deletion.py::TestDeleteRun::"
         "test_run_with_pinned_checkpoint_is_not_deleted_until_unpinned",
+    ),
+    Mutant(
+        name="delete-takes-a-part-of-a-job",
+        promises=(12,),
+        about="The newest run of a fine-tuning job can be deleted, after which the job is in an earlier state.",
+        changes=(Change("app/runs/state/deletion.py", "if len(job_runs) > len(runs):", "if False:"),),
+        test="tests/openai/test_jobs.py::TestDelete::test_run_of_a_job_is_not_deleted_without_the_others",
+    ),
+    Mutant(
+        name="pruning-takes-a-part-of-a-job",
+        promises=(12,),
+        about="Retention deletes the newest run of a fine-tuning job although it keeps an earlier one.",
+        changes=(
+            Change(
+                "app/runs/retention.py",
+                "if run.job_run_id not in changing_jobs]",
+                "]",
+            ),
+        ),
+        test="tests/app/runs/test_retention.py::TestRuns::test_runs_of_a_job_go_together_or_stay",
     ),
     Mutant(
         name="pruning-forgets-who-learns-from-it",
@@ -142,8 +162,8 @@ MUTANTS = (
         changes=(
             Change(
                 "app/runs/retention.py",
-                "free = [~Run.pinned, ~needed.exists(), ~reward_users.exists()]",
-                "free = [~Run.pinned, ~needed.exists()]",
+                "free = [~run.pinned, ~needed.exists(), ~reward_users.exists()]",
+                "free = [~run.pinned, ~needed.exists()]",
             ),
         ),
         test="tests/app/runs/test_retention.py::TestRuns::test_old_runs_go_with_those_that_only_they_needed",

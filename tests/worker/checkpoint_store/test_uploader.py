@@ -95,7 +95,7 @@ class TestOnItsWay:
             database = async_engine(lab.context.settings.database_url or "")
             sessions = async_sessionmaker(database)
             async with sessions() as session, session.begin():
-                await deletion.delete_run(session, lab.trainer.run_id)
+                await deletion.delete_runs(session, [lab.trainer.run_id])
             await deletion.delete_remaining_data(sessions, Storage.shared(lab.context.settings))
             await database.dispose()
 
