@@ -84,6 +84,38 @@ class TestList:
         assert list_ids(odd) == [first] and list_ids({"größe & [x]=": "a b/ü%"}) == [first]
         assert list_ids({"team": "other"}) == list_ids({"größe": "x"}) == []
 
+    def test_jobs_without_metadata_are_listed_by_null(self, client: openai.OpenAI, jobs: Jobs) -> None:
+        named, plain = jobs.create(metadata={"team": "docs", "note": ""}).id, jobs.create().id
+
+        def list_ids(**parameters: Any) -> list[str]:
+            return [job.id for job in client.fine_tuning.jobs.list(limit=1, **parameters)]
+
+        assert list_ids(extra_query={"metadata": "null"}) == [plain]
+        assert list_ids(metadata=None) == list_ids(metadata={}) == [plain, named], "no filter"
+        assert list_ids(metadata={"note": ""}) == [named] and list_ids(metadata={"team": ""}) == []
+        assert list_ids(metadata={"null": "null"}) == []
+
+    def test_job_lists_what_its_configuration_says(self, client: openai.OpenAI, jobs: Jobs, engine: Engine) -> None:
+        config = {
+            "method": "lora", "lora_r": 8, "learning_rate": 1e-5, "batch_size": 2, "gradient_accumulation_steps": 3,
+            "epochs": 1.5, "seed": 2**32 - 1, "report_to": ["tensorboard", "wandb"], "wandb_project": "p",
+            "wandb_name": None,
+        }  # fmt: skip
+        run = add_run(engine, config=config, resources={"devices": 4, "sequence_parallel": 2})
+        add_run(engine, config={"method": "dpo", "dpo": {"beta": 0.3}, "max_steps": 5})
+        preferences, chat = client.fine_tuning.jobs.list().data
+        assert (chat.id, chat.seed) == (to_openai_id(run.id), 2**32 - 1)
+        assert chat.hyperparameters.to_dict() == {"batch_size": 12, "learning_rate_multiplier": 0.05, "n_epochs": 1.5}
+        assert chat.method is not None and chat.method.type == "supervised"
+        (integration,) = chat.integrations or ()
+        wandb = {"project": "p", "name": None, "entity": None, "tags": []}
+        assert integration.to_dict() == {"type": "wandb", "wandb": wandb}
+        assert preferences.method is not None and preferences.method.dpo is not None
+        assert preferences.method.dpo.to_dict()["hyperparameters"] == {
+            "batch_size": 16, "learning_rate_multiplier": 1.0, "n_epochs": "auto", "beta": 0.3,
+        }  # fmt: skip
+        assert (preferences.seed, preferences.integrations) == (42, [])
+
     def test_runs_of_the_native_api_are_jobs_if_they_train(
         self, api: ApiServer, client: openai.OpenAI, engine: Engine
     ) -> None:
@@ -99,7 +131,7 @@ class TestList:
     @pytest.mark.parametrize(
         ("query", "param"),
         [("limit=0", "limit"), ("limit=101", "limit"), ("after=run_1", "after"), ("order=asc", "order"),
-         ("metadata=x", "metadata"), ("tags[x]=y", "tags[x]")],
+         ("metadata=x", "metadata"), ("metadata=null&metadata[a]=b", "metadata"), ("tags[x]=y", "tags[x]")],
     )  # fmt: skip
     def test_wrong_parameter_is_named(self, api: ApiServer, query: str, param: str) -> None:
         answer = api.client.get(f"/openai/v1/fine_tuning/jobs?{query}")

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, BackgroundTasks, Depends, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -32,7 +32,8 @@ _METADATA_PARAMETER = {
     "required": False,
     "style": "deepObject",
     "explode": True,
-    "description": "Only jobs with all of these metadata, each as `metadata[name]=value`.",
+    "description": "Only jobs with all of these metadata, each as `metadata[name]=value`. `metadata=null`: only jobs "
+    "without metadata.",
     "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": MOST_METADATA},
 }
 Limit = Annotated[int, Query(ge=1, le=100, description="Maximum number of items.")]
@@ -58,12 +59,22 @@ async def create_job(body: JobCreate, request: Request, response: Response, tran
 
 
 @router.get("", response_model=ListPage[JobObject], openapi_extra={"parameters": [_METADATA_PARAMETER]})
-async def list_jobs(request: Request, session: Reading, limit: Limit = 20, after: After = None) -> Response:
+async def list_jobs(
+    request: Request,
+    session: Reading,
+    limit: Limit = 20,
+    after: After = None,
+    metadata: Annotated[Literal["null"] | None, Query(include_in_schema=False)] = None,
+) -> Response:
     """List jobs, newest first: all runs that train, without those that have resumed a job."""
     last = to_native_id(after, "run") if after is not None else None
     if after is not None and last is None:
         raise invalid([FieldError(field="after", code="not_an_id", message="must be the ID of a job")])
-    rows, has_more = await reading.list_jobs(session, limit, last, _metadata_filter(request))
+    members = _metadata_filter(request)
+    if metadata is not None and members:
+        message = "cannot be `null` together with `metadata[name]=value`; use one of them"
+        raise invalid([FieldError(field="metadata", code="conflict", message=message)])
+    rows, has_more = await reading.list_jobs(session, limit, last, members if metadata is None else None)
     predictions = await _eta_service(request).of({row.run_id: row.status for row in rows})
     jobs = [reading.job_object(row, predictions.get(row.run_id)) for row in rows]
     # Serialized here: the framework would validate each job once more.

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from sqlalchemy import select, text
@@ -88,13 +87,14 @@ async def list_checkpoints(
 ) -> tuple[list[JobCheckpoint], bool]:
     """Return one page of the checkpoints of a job whose files exist, newest first, and True if there are more."""
     run_ids = await runs_of_job(session, job)
-    query = select(Checkpoint).where(Checkpoint.run_id.in_(run_ids), Checkpoint.deleted_at.is_(None))
+    columns = Checkpoint.__table__.c["id", "created_at", "step", "metrics"]
+    query = select(*columns).where(Checkpoint.run_id.in_(run_ids), Checkpoint.deleted_at.is_(None))
     if after is not None:
         last = to_native_id(after, "ckpt")
         if last is None:
             raise invalid([FieldError(field="after", code="not_an_id", message="must be the ID of a checkpoint")])
         query = query.where(Checkpoint.id < last)
-    rows: Sequence[Checkpoint] = (await session.scalars(query.order_by(Checkpoint.id.desc()).limit(limit + 1))).all()
+    rows = (await session.execute(query.order_by(Checkpoint.id.desc()).limit(limit + 1))).all()
     return [_job_checkpoint(job, row) for row in rows[:limit]], len(rows) > limit
 
 
@@ -147,7 +147,7 @@ def _metrics(kind: str, data: dict[str, Any], total_steps: int | None) -> _Conte
     return _Content(f"{'Metrics' if step is None else place}: {measured}", "info", "metrics", fields)
 
 
-def _job_checkpoint(job: Any, checkpoint: Checkpoint) -> JobCheckpoint:
+def _job_checkpoint(job: Any, checkpoint: Any) -> JobCheckpoint:
     loss, eval_loss = (checkpoint.metrics.get(name) for name in ("loss", "eval_loss"))
     return JobCheckpoint(
         id=to_openai_id(checkpoint.id),

@@ -12,17 +12,27 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from anneal.contracts.methods import Method, TrainingMethod, method_of
 from anneal.contracts.run_status import LIVE
 from anneal.contracts.schemas.openai.jobs import JobError, JobObject, JobStatus, UsedHyperparameters
-from anneal.contracts.schemas.runs.placement import Resources
 from anneal.contracts.schemas.runs.reads import Prediction
 from anneal.contracts.training_config.fields import TrainingConfig
 from app.api.errors import ApiError, to_printable
 from app.openai.ids import to_native_id, to_openai_id
 
-# A probe only measures, and is no job. Its condition is in the same JSON that the list reads anyway.
-_JOBS = """
-SELECT first.id, first.created_at, first.job_metadata, run.id AS run_id, run.status, run.backend, run.config,
-    run.base_model, run.resources, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode,
-    run.stop_requested_at, run.finished_at, run.error_code, run.error_message, run.output_attempt,
+_DEFAULTS = {
+    name: TrainingConfig.model_fields[name].default
+    for name in ("batch_size", "gradient_accumulation_steps", "epochs", "seed")
+}
+"""Values of runs that were stored without them, by an earlier version."""
+# A configuration is large, and stored outside of the row: each operator on it would fetch and decompress it once more.
+# A probe only measures, and is no job.
+_JOBS = f"""
+SELECT first.id, first.created_at, first.job_metadata, run.id AS run_id, run.status, run.backend, run.method,
+    run.base_model, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode, run.stop_requested_at,
+    run.finished_at, run.error_code, run.error_message, run.output_attempt,
+    coalesce(cast(run.resources ->> 'devices' AS int), 1)
+        / coalesce(cast(run.resources ->> 'sequence_parallel' AS int), 1) AS shares,
+    {", ".join(f"coalesce(config.{name}, {default}) AS {name}" for name, default in _DEFAULTS.items())},
+    config.lora_r, config.learning_rate, config.max_steps, cast(config.dpo ->> 'beta' AS float) AS beta,
+    config.report_to @> '"wandb"' AS reports_to_wandb, config.wandb_project, config.wandb_name, config.wandb_entity,
     CASE WHEN run.status = 'completed' THEN (
         SELECT sum(least(cast(timings ->> 'tokens' AS float), 1e18)) FROM run_timings WHERE run_id = ANY (
             ARRAY(SELECT first.id UNION ALL SELECT member.id FROM runs AS member WHERE member.job_run_id = first.id)
@@ -31,22 +41,19 @@ SELECT first.id, first.created_at, first.job_metadata, run.id AS run_id, run.sta
 FROM runs AS first
 JOIN runs AS run
     ON run.id = coalesce((SELECT max(member.id) FROM runs AS member WHERE member.job_run_id = first.id), first.id)
-WHERE first.task = 'train' AND first.job_run_id IS NULL
-    AND first.config #>> '{extra,probe}' IS DISTINCT FROM 'true'
+CROSS JOIN LATERAL jsonb_to_record(run.config) AS config (
+    batch_size int, gradient_accumulation_steps int, lora_r int, learning_rate float, epochs float, max_steps bigint,
+    seed bigint, dpo jsonb, report_to jsonb, wandb_project text, wandb_name text, wandb_entity text, extra jsonb
+)
+WHERE first.task = 'train' AND first.job_run_id IS NULL AND config.extra ->> 'probe' IS DISTINCT FROM 'true'
 """
 
 
-_DEFAULTS = {
-    name: TrainingConfig.model_fields[name].default
-    for name in ("batch_size", "gradient_accumulation_steps", "lora_r", "epochs", "seed")
-}
-"""Values of runs that were stored without them, by an earlier version."""
-
-
-@lru_cache
-def _select_jobs(*conditions: str) -> TextClause:
+@lru_cache(maxsize=512)
+def _select_jobs(limit: int, *conditions: str) -> TextClause:
     where = "".join(f" AND {condition}" for condition in conditions)
-    return text(f"{_JOBS}{where} ORDER BY first.id DESC LIMIT :limit")
+    # A constant: for a parameter, PostgreSQL plans each execution, since its generic plan expects many rows.
+    return text(f"{_JOBS}{where} ORDER BY first.id DESC LIMIT {limit}")
 
 
 async def find_job(session: AsyncSession, job_id: str) -> Any:
@@ -54,8 +61,7 @@ async def find_job(session: AsyncSession, job_id: str) -> Any:
     run_id = to_native_id(job_id, "run")
     row = None
     if run_id is not None:
-        parameters = {"id": run_id, "limit": 1}
-        row = (await session.execute(_select_jobs("first.id = :id"), parameters)).one_or_none()
+        row = (await session.execute(_select_jobs(1, "first.id = :id"), {"id": run_id})).one_or_none()
     if row is None:
         there_is_none = f"There is no job {to_printable(job_id, 60)}; `GET /openai/v1/fine_tuning/jobs` lists the jobs."
         raise ApiError(404, "job_not_found", there_is_none)
@@ -63,20 +69,23 @@ async def find_job(session: AsyncSession, job_id: str) -> Any:
 
 
 async def list_jobs(
-    session: AsyncSession, limit: int, after: str | None, metadata: Mapping[str, str]
+    session: AsyncSession, limit: int, after: str | None, metadata: Mapping[str, str] | None
 ) -> tuple[list[Any], bool]:
     """Return the rows of one page of jobs, newest first, and True if there are more.
 
-    `after` is the id of the first run of the last job on the page before. Jobs have all of `metadata`.
+    `after` is the id of the first run of the last job on the page before. Jobs have all of `metadata`; None: jobs
+    without metadata.
     """
-    conditions, parameters = [], dict[str, Any](limit=limit + 1)
+    conditions, parameters = [], dict[str, Any]()
     if after is not None:
         conditions.append("first.id < :after")
         parameters["after"] = after
-    if metadata:
+    if metadata is None:
+        conditions.append("first.job_metadata IS NULL")
+    elif metadata:
         conditions.append("first.job_metadata @> cast(:metadata AS jsonb)")
         parameters["metadata"] = json.dumps(metadata)
-    rows = list((await session.execute(_select_jobs(*conditions), parameters)).all())
+    rows = list((await session.execute(_select_jobs(limit + 1, *conditions), parameters)).all())
     return rows[:limit], len(rows) > limit
 
 
@@ -95,7 +104,8 @@ def job_status(row: Any) -> JobStatus:
 
 def job_object(row: Any, prediction: Prediction | None = None) -> JobObject:
     """Return a job as OpenAI's clients read it."""
-    status, method, hyperparameters = job_status(row), method_of(row.config), _hyperparameters(row)
+    status, method = job_status(row), method_of({"method": row.method})
+    hyperparameters = _hyperparameters(row, method)
     finish = prediction.finish_at if prediction is not None else None
     has_ended = status in ("succeeded", "failed", "cancelled")
     error = JobError(code=row.error_code, message=row.error_message or "") if status == "failed" else None
@@ -112,8 +122,8 @@ def job_object(row: Any, prediction: Prediction | None = None) -> JobObject:
         training_file=to_openai_id(row.dataset_id),
         validation_file=to_openai_id(row.eval_dataset_id) if row.eval_dataset_id else None,
         trained_tokens=None if row.trained_tokens is None else round(row.trained_tokens),
-        seed=(_DEFAULTS | row.config)["seed"],
-        integrations=_integrations(row.config),
+        seed=row.seed,
+        integrations=_integrations(row),
         metadata=row.job_metadata,
         error=error,
     )
@@ -124,17 +134,15 @@ def unix_time(moment: datetime) -> int:
     return int(moment.timestamp())
 
 
-def _hyperparameters(row: Any) -> UsedHyperparameters:
-    config, resources = _DEFAULTS | row.config, Resources.model_validate(row.resources)
-    method = method_of(config)
-    rows = config["batch_size"] * config["gradient_accumulation_steps"]
-    default_rate = method.default_fields(config["lora_r"])["learning_rate"]
-    epochs = config["epochs"]
+def _hyperparameters(row: Any, method: Method) -> UsedHyperparameters:
+    default_rate = method.default_fields(row.lora_r)["learning_rate"]
+    rate = default_rate if row.learning_rate is None else row.learning_rate
+    epochs = int(row.epochs) if row.epochs == int(row.epochs) else row.epochs
     return UsedHyperparameters(
-        batch_size=rows * (resources.devices // resources.sequence_parallel),
-        learning_rate_multiplier=float(f"{config.get('learning_rate', default_rate) / default_rate:.6g}"),
-        n_epochs="auto" if config.get("max_steps") is not None else int(epochs) if epochs == int(epochs) else epochs,
-        beta=config["dpo"]["beta"] if method.name is TrainingMethod.dpo else None,
+        batch_size=row.batch_size * row.gradient_accumulation_steps * row.shares,
+        learning_rate_multiplier=float(f"{rate / default_rate:.6g}"),
+        n_epochs="auto" if row.max_steps is not None else epochs,
+        beta=row.beta if method.name is TrainingMethod.dpo else None,
     )
 
 
@@ -143,8 +151,8 @@ def _method(method: Method, hyperparameters: UsedHyperparameters) -> dict[str, A
     return None if kind is None else {"type": kind, kind: {"hyperparameters": hyperparameters.model_dump()}}
 
 
-def _integrations(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if "wandb" not in config.get("report_to", ()):
+def _integrations(row: Any) -> list[dict[str, Any]]:
+    if not row.reports_to_wandb:
         return []
-    fields = {name: config.get(f"wandb_{name}") for name in ("project", "name", "entity")}
-    return [{"type": "wandb", "wandb": {**fields, "tags": []}}]
+    names = {"project": row.wandb_project, "name": row.wandb_name, "entity": row.wandb_entity}
+    return [{"type": "wandb", "wandb": {**names, "tags": []}}]
