@@ -13,14 +13,16 @@ from anneal.contracts.schemas.openai.files import UPLOAD_BODY, FileDeleted, File
 from anneal.contracts.schemas.openai.lists import ListPage
 from app.api.authorization import CurrentCaller
 from app.api.dependencies import CurrentSettings, CurrentStorage, Reading, Session, release_connection
-from app.api.errors import ApiError, invalid, to_printable
+from app.api.errors import ApiError, conflict, invalid, to_printable
 from app.api.idempotency import Idempotency
 from app.api.open_responses import DownloadLimit
 from app.audit.log import call_of
 from app.datasets import service
 from app.datasets.content_response import content_response
 from app.datasets.upload import UploadForm, receive_upload
-from app.openai.ids import to_native_id, to_openai_id
+from app.openai.ids import job_of_result_file, to_native_id, to_openai_id
+from app.openai.jobs.reading import find_job
+from app.openai.jobs.results import read_result_file
 from app.openai.retries import find_idempotency, is_retry
 from app.tables.datasets import Dataset, files_of
 
@@ -71,7 +73,7 @@ async def list_files(
     order: Annotated[Literal["asc", "desc"], Query(description="Oldest or newest first.")] = "desc",
     after: Annotated[str | None, Query(description="ID of the last file of the previous page.")] = None,
 ) -> ListPage[FileObject]:
-    """List files: all datasets."""
+    """List files: all datasets, without the result files of jobs."""
     if purpose not in (None, _PURPOSE):
         return ListPage[FileObject].from_items([])
     # Not the preview, which may be large.
@@ -87,8 +89,11 @@ async def list_files(
 
 
 @router.get("/{file_id}")
-async def get_file(file_id: str, session: Session) -> FileObject:
+async def get_file(file_id: str, request: Request, session: Session) -> FileObject:
     """Get a file."""
+    if (job_id := job_of_result_file(file_id)) is not None:
+        file, _ = await read_result_file(session, request.app.state.curve_reads, job_id)
+        return file
     return _file_object(await find_file(session, file_id))
 
 
@@ -97,6 +102,10 @@ async def delete_file(
     file_id: str, request: Request, session: Session, storage: CurrentStorage, after_commit: BackgroundTasks
 ) -> FileDeleted:
     """Delete a file, unless a job or another run refers to it, because it can be resumed."""
+    if (job_id := job_of_result_file(file_id)) is not None:
+        await find_job(session, job_id)
+        detail = f"File {file_id} has the metrics of job {job_id}: it is deleted with the runs of the job."
+        raise conflict("file_is_of_job", detail)
     try:
         dataset = await find_file(session, file_id)
         await service.delete_dataset(session, dataset.id)
@@ -113,14 +122,26 @@ async def delete_file(
     response_class=FileResponse,
     dependencies=[DownloadLimit],
     responses={
-        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+        200: {
+            "content": {
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                "text/csv": {"schema": {"type": "string"}},
+            }
+        },
         206: {"description": "The ranges that `Range` asked for."},
         409: {"description": "The file in the storage is not what was stored."},
         416: {"description": "`Range` starts after the end of the file."},
     },
 )
-async def download_file(file_id: str, session: Session, storage: CurrentStorage) -> FileResponse:
-    """Download a file byte for byte as it was uploaded; of a dataset of `/v1/datasets`, its rows as JSONL."""
+async def download_file(file_id: str, request: Request, session: Session, storage: CurrentStorage) -> Response:
+    """Download a file byte for byte as it was uploaded; of a dataset of `/v1/datasets`, its rows as JSONL.
+
+    A file of `result_files` has the metrics of the steps of a job, as CSV.
+    """
+    if (job_id := job_of_result_file(file_id)) is not None:
+        file, content = await read_result_file(session, request.app.state.curve_reads, job_id)
+        name = {"Content-Disposition": f'attachment; filename="{file.filename}"'}
+        return Response(content, media_type="text/csv", headers=name)
     dataset = await find_file(session, file_id)
     await release_connection(session)
     return await content_response(storage, service.as_uploaded(dataset), "application/octet-stream")

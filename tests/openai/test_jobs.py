@@ -479,6 +479,44 @@ class TestDelete:
         assert runs_of(engine, id) == runs_of(engine, later) == []
 
 
+class TestResultFile:
+    def test_metrics_of_all_runs_of_a_job_are_a_csv_once_it_has_succeeded(
+        self, api: ApiServer, client: openai.OpenAI, jobs: Jobs, engine: Engine
+    ) -> None:
+        id = jobs.create().id
+        trainer = trainer_of(engine, id).begin()
+        for step in (1, 2, 3):
+            trainer.metric(step, loss=3.0 - step / 2, extra={"token_accuracy": 0.5})
+        assert client.fine_tuning.jobs.retrieve(id).result_files == []
+        with pytest.raises(openai.NotFoundError, match="has not succeeded"):
+            client.files.content(f"file-results-{id.removeprefix('ftjob-')}")
+        client.fine_tuning.jobs.pause(id)
+        trainer.checkpoint(2)
+        trainer.cancel()
+        client.fine_tuning.jobs.resume(id)
+        resumed = Trainer(engine, newest_run(api, id)["id"]).begin()
+        resumed.metric(3, loss=1.25)
+        resumed.events("eval", {"step": 3, "metrics": {"eval_loss": 2.5, "eval_token_accuracy": 0.25}})
+        resumed.metric(4, loss=1.125)
+        resumed.complete()
+
+        (file_id,) = client.fine_tuning.jobs.retrieve(id).result_files
+        content = client.files.content(file_id)
+        assert content.text == (
+            "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy\n"
+            "1,2.5,0.5,,\n2,2.0,0.5,,\n3,1.25,,2.5,0.25\n4,1.125,,,\n"
+        )
+        file = client.files.retrieve(file_id)
+        assert (file.id, file.purpose, file.filename) == (file_id, "fine-tune-results", "step_metrics.csv")
+        assert file.bytes == len(content.content) and file.status == "processed"
+        with pytest.raises(openai.ConflictError, match="deleted with the runs of the job"):
+            client.files.delete(file_id)
+        assert api.client.post("/v1/runs/delete", json={"ids": runs_of(engine, id)}).status_code == 200
+        for gone in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                gone(file_id)
+
+
 class TestEvents:
     def test_events_tell_the_life_of_a_job_over_its_runs_newest_first(
         self, api: ApiServer, client: openai.OpenAI, jobs: Jobs, engine: Engine

@@ -15,7 +15,7 @@ from anneal.contracts.schemas.openai.jobs import JobError, JobObject, JobStatus,
 from anneal.contracts.schemas.runs.reads import Prediction
 from anneal.contracts.training_config.fields import TrainingConfig
 from app.api.errors import ApiError, to_printable
-from app.openai.ids import to_native_id, to_openai_id
+from app.openai.ids import to_native_id, to_openai_id, to_result_file_id
 
 _DEFAULTS = {
     name: TrainingConfig.model_fields[name].default
@@ -105,12 +105,12 @@ def job_status(row: Any) -> JobStatus:
 def job_object(row: Any, prediction: Prediction | None = None) -> JobObject:
     """Return a job as OpenAI's clients read it."""
     status, method = job_status(row), method_of({"method": row.method})
-    hyperparameters = _hyperparameters(row, method)
+    job_id, hyperparameters = to_openai_id(row.id), _hyperparameters(row, method)
     finish = prediction.finish_at if prediction is not None else None
     has_ended = status in ("succeeded", "failed", "cancelled")
     error = JobError(code=row.error_code, message=row.error_message or "") if status == "failed" else None
     return JobObject(
-        id=to_openai_id(row.id),
+        id=job_id,
         created_at=unix_time(row.created_at),
         finished_at=unix_time(row.finished_at) if has_ended and row.finished_at is not None else None,
         estimated_finish=unix_time(finish) if finish is not None else None,
@@ -121,6 +121,7 @@ def job_object(row: Any, prediction: Prediction | None = None) -> JobObject:
         method=_method(method, hyperparameters),
         training_file=to_openai_id(row.dataset_id),
         validation_file=to_openai_id(row.eval_dataset_id) if row.eval_dataset_id else None,
+        result_files=[to_result_file_id(job_id)] if status == "succeeded" else [],
         trained_tokens=None if row.trained_tokens is None else round(row.trained_tokens),
         seed=row.seed,
         integrations=_integrations(row),

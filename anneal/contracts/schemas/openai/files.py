@@ -15,16 +15,19 @@ _FILE: JsonDict = {
 
 
 class FileObject(Listed):
-    """File with the rows of a dataset."""
+    """File with the rows of a dataset, or with the metrics of a job."""
 
     model_config = ConfigDict(json_schema_extra={"example": _FILE})
 
-    id: str = Field(description="`file-` with the characters that follow `ds_` in the id of the dataset.")
+    id: str = Field(
+        description="`file-` with the characters that follow `ds_` in the id of the dataset; `file-results-` with "
+        "those that follow `ftjob-` in the id of a job whose metrics it has."
+    )
     object: Literal["file"] = "file"
     bytes: int = Field(description="Size of its content.")
     created_at: int = Field(description="Unix time in seconds.")
-    filename: str = Field(description="Name of the dataset.")
-    purpose: Literal["fine-tune"] = "fine-tune"
+    filename: str = Field(description="Name of the dataset, or `step_metrics.csv`.")
+    purpose: Literal["fine-tune", "fine-tune-results"] = "fine-tune"
     status: Literal["processed"] = Field(default="processed", description="Every stored file has been validated.")
     expires_at: int | None = Field(default=None, description="Always null: files do not expire.")
     status_details: str | None = None

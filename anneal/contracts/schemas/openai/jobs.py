@@ -178,7 +178,9 @@ class JobObject(Listed):
     method: dict[str, Any] | None = Field(description="Type and its hyperparameters; null for a method of no type.")
     training_file: str
     validation_file: str | None
-    result_files: list[str] = Field(default_factory=list, description="Always empty: metrics are in the events.")
+    result_files: list[str] = Field(
+        description="ID of the file with the metrics of its steps (CSV); empty before it has succeeded."
+    )
     trained_tokens: int | None = Field(description="Tokens that were trained on; null before it has succeeded.")
     seed: int
     integrations: list[dict[str, Any]]
