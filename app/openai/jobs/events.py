@@ -64,13 +64,10 @@ async def list_events(session: AsyncSession, job: Any, limit: int, after: str | 
     if after is not None:
         match = _EVENT_ID.fullmatch(after)
         run_id = f"run_{match[1]}" if match else ""
-        # A run of the job may have been deleted since the page before.
-        exists = select(Run.id).where(Run.id == run_id)
-        if match is None or (run_id not in run_ids and await session.scalar(exists) is not None):
+        if match is None or run_id not in run_ids:
             message = "must be the ID of an event of the job"
             raise invalid([FieldError(field="after", code="not_an_id", message=message)])
-        before = int(match[2]) if run_id in run_ids else _MOST_SEQ
-        run_ids = [id for id in run_ids if id <= run_id]
+        run_ids, before = run_ids[run_ids.index(run_id) :], int(match[2])
     events: list[JobEvent] = []
     for run_id in run_ids:
         parameters = {"run_id": run_id, "before": before, "limit": limit + 1 - len(events)}

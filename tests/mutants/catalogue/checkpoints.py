@@ -140,7 +140,7 @@ MUTANTS = (
         promises=(12,),
         about="The newest run of a fine-tuning job can be deleted, after which the job is in an earlier state.",
         changes=(Change("app/runs/state/deletion.py", "if len(job_runs) > len(runs):", "if False:"),),
-        test="tests/openai/test_jobs.py::TestDelete::test_run_of_a_job_is_not_deleted_without_the_others",
+        test="tests/openai/test_job_deletion.py::test_run_of_a_job_is_not_deleted_without_the_others",
     ),
     Mutant(
         name="pruning-takes-a-part-of-a-job",
