@@ -14,7 +14,7 @@ from app.api.errors import ApiError, is_below_openai
 SCOPES = ("read", "write", "admin")
 
 _READ = ("GET", "HEAD")
-_PAGE = r"/(?:compare|workers|new|login|favicon\.ico|runs/[^/]+|(?:experiments|datasets|webhooks)(?:/[^/]+)?)?"
+_PAGE = r"/(?:compare|workers|try|new|login|favicon\.ico|runs/[^/]+|(?:experiments|datasets|webhooks)(?:/[^/]+)?)?"
 PUBLIC: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
     (_READ, re.compile(r"/healthz")),
     # The pages of the dashboard are one file without data; a page for signing in is among them.

@@ -20,6 +20,7 @@ PAGES = (
     "/webhooks",
     "/webhooks/{webhook_id}",
     "/workers",
+    "/try",
     "/new",
     "/login",
 )

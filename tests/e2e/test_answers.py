@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from playwright.sync_api import Browser, expect
 from typer.testing import CliRunner
 
 from anneal.client.client import Anneal
 from app.cli.main import cli
 from app.infra.terminal_text import plain_text
+from tests.browser import sign_in, window
 from tests.e2e.conftest import TrainingStack
 from tests.nodes import ROOT
 from tests.openai.conftest import client_of
@@ -183,3 +185,22 @@ def test_command_and_client_print_what_openais_client_gets(
     options = ["--temperature", "0", "--max-tokens", "12"]
     done = CliRunner().invoke(cli, ["chat", adapter, *options], env=environment, input=QUESTION[0]["content"])
     assert done.stdout == f"{plain_text(expected)}\n", done.output
+
+
+@pytest.mark.full
+def test_page_streams_what_openais_client_gets(
+    stack: TrainingStack, client: openai.OpenAI, adapter: str, chromium: Browser
+) -> None:
+    expected = text_of(client, adapter)
+    with window(chromium, stack.api.url) as context:
+        page = sign_in(context, stack.client)
+        page.goto(f"/runs/{adapter}")
+        page.locator(".head").get_by_role("link", name="Try it").click()
+        page.get_by_text("Settings", exact=True).click()
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Maximum number of tokens").fill("12")
+        page.get_by_label("Question").fill(QUESTION[0]["content"])
+        page.keyboard.press("Enter")
+        output, base = (page.get_by_role("log").nth(number).locator(".bubble") for number in range(2))
+        expect(output.nth(1)).to_have_text(expected)
+        expect(base.nth(1)).to_have_text(text_of(client))

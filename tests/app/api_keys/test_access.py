@@ -36,7 +36,7 @@ def test_public_are_the_health_check_the_pages_and_signing_in_and_nothing_else(s
     run = "run_" + "0" * 26
     pages = [
         "/", f"/assets/{run}/{run}", "/compare", "/datasets", f"/datasets/{run}", "/experiments", f"/experiments/{run}",
-        "/favicon.ico", "/login", "/new", f"/runs/{run}", "/webhooks", f"/webhooks/{run}", "/workers",
+        "/favicon.ico", "/login", "/new", f"/runs/{run}", "/try", "/webhooks", f"/webhooks/{run}", "/workers",
     ]  # fmt: skip
     reading = [(method, path) for path in pages for method in ("GET", "HEAD")]
     public = {call for call in calls(shared_api.application.routes) if is_public_call(*call)}

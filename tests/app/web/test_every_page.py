@@ -16,7 +16,8 @@ from tests.rows import add_worker
 from tests.server import ApiServer
 
 _AUDITED = re.compile(
-    r"/|/(experiments|datasets|workers|new|login)|/compare.*|/webhooks/.*|/runs/.*tab=(log|checkpoints|configuration)"
+    r"/|/(experiments|datasets|workers|new|login)|/(compare|try).*|/webhooks/.*|"
+    r"/runs/.*tab=(log|checkpoints|configuration)"
 )
 """A page of each kind; `make test-all` audits all."""
 _LIKE_OTHERS = re.compile(r"/new\?from=|tab=files$")
@@ -61,7 +62,8 @@ class TestEveryPage:
             "/", f"/?search={HOSTILE}", "/experiments", f"/experiments/{experiment}", "/datasets",
             f"/datasets/{dataset}", "/webhooks", f"/webhooks/{webhook}", "/workers", "/new", f"/new?from={done.run_id}",
             f"/compare?ids={done.run_id},{live.run_id}", f"/runs/{failed.run_id}", f"/runs/{live.run_id}",
-            f"/runs/{pending}", *(f"/runs/{done.run_id}?tab={tab}" for tab in tabs), "/login",
+            f"/runs/{pending}", *(f"/runs/{done.run_id}?tab={tab}" for tab in tabs),
+            f"/try?run={done.run_id}", "/login",
         ]  # fmt: skip
 
     @pytest.mark.full

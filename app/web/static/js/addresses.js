@@ -13,6 +13,7 @@ const ROUTES = /** @type {const} */ ([
   ['/webhooks', 'webhooks'],
   ['/webhooks/:id', 'webhooks'],
   ['/workers', 'workers'],
+  ['/try', 'try'],
   ['/new', 'new'],
   ['/login', 'login'],
 ]);

@@ -134,7 +134,8 @@ async function fetchResponse(method, url, init) {
 
 /** @param {Response} response @param {string} path */
 async function readError(response, path) {
-  const problem = await response.json().catch(() => ({}));
+  const body = await response.json().catch(() => ({}));
+  const problem = body.error ? readOpenaiProblem(body.error) : body;
   if (response.status === 401 && path !== '/v1/session') onSignedOut();
   return new ApiError(
     response.status,
@@ -143,6 +144,45 @@ async function readError(response, path) {
     problem.errors ?? [],
     problem.request_id ?? response.headers.get('x-request-id'),
   );
+}
+
+/** Error in OpenAI's form, which those below `/openai` have. @param {any} error */
+const readOpenaiProblem = ({ code, message, errors }) => ({ code, detail: message, errors });
+
+/**
+ * Ask a model, and yield the parts of its answer as they arrive.
+ *
+ * Throws `ApiError`, also for an answer that ends before its last part.
+ * @param {object} body
+ * @param {AbortSignal} signal
+ * @param {(runId: string | null) => void} onOpen Called once with the serving run, whose model may not be loaded yet.
+ * @returns {AsyncGenerator<any>} Objects `chat.completion.chunk`.
+ */
+export async function* streamAnswer(body, signal, onOpen) {
+  const path = '/openai/v1/chat/completions';
+  const init = { method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(body), signal };
+  const failRead = (/** @type {unknown} */ error) => {
+    if (signal.aborted) throw error;
+    throw new ApiError(0, 'connection_lost', 'The connection broke before the end of the answer: ask again.');
+  };
+  const response = await fetch(path, init).catch(failRead);
+  if (!response.ok || !response.body) throw await readError(response, path);
+  onOpen(response.headers.get('x-anneal-run'));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = '';
+  for (;;) {
+    const { value, done } = await reader.read().catch(failRead);
+    if (done) return failRead(null);
+    const lines = (rest + value).split('\n');
+    rest = lines.pop() ?? '';
+    for (const line of lines) {
+      if (line === 'data: [DONE]') return;
+      if (!line.startsWith('data: ')) continue; // a comment that keeps the connection alive, or the end of an event
+      const chunk = JSON.parse(line.slice('data: '.length));
+      if (chunk.error) throw new ApiError(500, chunk.error.code, chunk.error.message);
+      yield chunk;
+    }
+  }
 }
 
 /**

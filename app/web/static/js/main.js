@@ -20,6 +20,7 @@ const PAGES = {
   datasets: () => import('./pages/datasets.js'),
   webhooks: () => import('./pages/webhooks.js'),
   workers: () => import('./pages/workers.js'),
+  try: () => import('./pages/try.js'),
   new: () => import('./pages/new.js'),
   login: () => import('./pages/login.js'),
 };

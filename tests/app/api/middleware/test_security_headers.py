@@ -16,7 +16,7 @@ from tests.server import ApiServer, ThreadServer
 _ANY = "run_" + "0" * 26
 _PAGES = {
     "/", "/compare", "/datasets", f"/datasets/{_ANY}", "/experiments", f"/experiments/{_ANY}", "/login", "/new",
-    f"/runs/{_ANY}", "/webhooks", f"/webhooks/{_ANY}", "/workers",
+    f"/runs/{_ANY}", "/try", "/webhooks", f"/webhooks/{_ANY}", "/workers",
 }  # fmt: skip
 
 

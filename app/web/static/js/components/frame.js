@@ -16,6 +16,7 @@ const PAGES = [
   ['/', 'Runs'],
   ['/experiments', 'Experiments'],
   ['/datasets', 'Datasets'],
+  ['/try', 'Try it'],
   ['/workers', 'Workers'],
   ['/webhooks', 'Webhooks'],
 ];

@@ -36,6 +36,8 @@ export function Checkpoints({ store }) {
     </section>`;
   }
   const isOver = !LIVE.has(run.status);
+  const writesText = run.config.method !== 'reward' && run.task === 'train';
+  const base = encodeURIComponent(run.config.base_model);
   const evalName = isRewarded(run.config.method) ? 'eval_reward' : 'eval_loss';
   const togglePin = (/** @type {api.Checkpoint} */ checkpoint) =>
     action.run(async () => {
@@ -88,6 +90,13 @@ export function Checkpoints({ store }) {
               </td>
               <td class="right nowrap">
                 ${hasScope('write') && html`
+                  ${writesText && !checkpoint.bad_reason && html`<a
+                    class="btn small"
+                    href=${`/try?run=${run.id}&model=${checkpoint.id}&model=${base}`}
+                  >
+                    Try it
+                  </a>`}
+                  ${' '}
                   <button
                     type="button"
                     class="btn small"

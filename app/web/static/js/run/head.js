@@ -69,9 +69,19 @@ export function Head({ store }) {
       </div>
     </div>
     <div class="acts">
-      ${hasScope('write') && html`<${StopOrResume} store=${store} /><${ActionsMenu} store=${store} />`}
+      ${hasScope('write') && html`
+        ${hasAnswers(store) && html`<a class="btn" href=${`/try?run=${run.id}`}>Try it</a>`}
+        <${StopOrResume} store=${store} />
+        <${ActionsMenu} store=${store} />
+      `}
     </div>
   </div>`;
+}
+
+/** True for a run whose output or checkpoints write text. @param {RunStore} store */
+function hasAnswers({ run: { value: run }, checkpoints }) {
+  const isModel = (run.task === 'train' || run.task === 'export') && run.config.method !== 'reward';
+  return isModel && (run.fine_tuned_model || checkpoints.value?.some((checkpoint) => !checkpoint.bad_reason));
 }
 
 /** @param {{ store: RunStore }} props */
