@@ -6,7 +6,7 @@ No database: `app.runs.queue.planning` asks the runs.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from anneal.contracts.run_task import RunTask
@@ -16,6 +16,8 @@ from app.runs.queue.policy import MOST_HOLDS, Plan, Snapshot, WaitingRun, order_
 from app.runs.queue.snapshot import Forecast
 
 _MOST_HEADS = 20
+_SERVING_TURN_SECONDS = 30.0
+"""Time for which a serving run waits for the device of another one, which has had it for as long at least."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,19 @@ def preempt_for_first(
 ) -> tuple[WaitingRun, Room] | None:
     """Return the first run that has waited too long, with runs that are to make room for it; None if there is none.
 
-    Serving runs make room at once, and whatever the settings: they keep a device only while nothing else needs it.
+    Serving runs make room at once, and whatever the settings: they keep a device only while nothing else needs it. For
+    each other they do so by turns, so that questions to one model do not keep another one from ever answering.
     """
-    request = _choose_request(forecast, snapshot, plan, _serving(forecast), after_seconds=0.0, least_seconds=0.0)
+    serving = _serving(forecast)
+    request = _choose_request(forecast, snapshot, plan, serving, after_seconds=0.0, least_seconds=0.0)
     after_seconds = settings.preempt_after_seconds
     if request is None and after_seconds is not None:
         preemptible, least_seconds = _preemptible(forecast), settings.preempt_min_seconds
         request = _choose_request(forecast, snapshot, plan, preemptible, after_seconds, least_seconds)
+    if request is None:
+        begun = {run.id for run in forecast.live if run.start_step is not None}  # it answers before it ends
+        below = {id: replace(run, priority=run.priority - 1) for id, run in serving.items() if id in begun}
+        request = _choose_request(forecast, snapshot, plan, below, _SERVING_TURN_SECONDS, _SERVING_TURN_SECONDS)
     return request
 
 

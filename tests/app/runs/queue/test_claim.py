@@ -125,6 +125,7 @@ def random_queue(engine: Engine, draw: random.Random) -> list[str]:
             experiment_id=draw.choice(experiments),
             devices_needed=devices,
             priority=draw.choice([0, 0, 0, 1]),
+            task="serve" if number % 9 == 4 and devices == 1 else "train",  # which uses no quota of its experiment
             requirements=draw.choice([{}, {"memory_mb": 900}, {"memory_mb": 1500}, random_requirements(draw)]),
         )
         if devices == 2:

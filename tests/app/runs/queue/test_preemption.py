@@ -294,3 +294,38 @@ class TestOfServingRuns:
         add_worker(engine)
         add_run(engine)
         assert await ask(settings) == []
+
+    async def test_they_use_no_quota_of_their_experiment_so_that_its_runs_get_their_device(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        serving, device = add_run(engine, task="serve", dataset_id=None, priority=-1001), add_worker(engine)
+        limit_experiment(engine, serving.experiment_id, 0)
+        assert claim(engine, device).id == serving.id
+        limit_experiment(engine, serving.experiment_id, 1)
+        training = add_run(engine, experiment_id=serving.experiment_id)
+        assert await ask(settings) == [serving.id]
+        assert claim(engine, add_worker(engine)).id == training.id
+
+    async def test_they_make_room_for_each_other_by_turns_once_they_have_answered(
+        self, settings: Settings, engine: Engine
+    ) -> None:
+        first, device = add_run(engine, task="serve", dataset_id=None, priority=-1001), add_worker(engine)
+        assert claim(engine, device).id == first.id
+        second = add_run(engine, task="serve", dataset_id=None, priority=-1001)
+        wait_for(engine, second.id, 31.0)
+        started = text("UPDATE run_attempts SET started_at = now() - interval '40 s'")
+        with engine.begin() as connection:
+            connection.execute(started)
+        assert await ask(settings, preempt_after_seconds=None) == [], "it still loads its model"
+        with engine.begin() as connection:
+            connection.execute(machine.begin(first.id, 1, 0, 0.0, None, None)).one()
+        wait_for(engine, second.id, 29.0)
+        assert await ask(settings, preempt_after_seconds=None) == [], "it waits for less than a turn"
+        wait_for(engine, second.id, 31.0)
+        assert await ask(settings, preempt_after_seconds=None) == [first.id]
+
+
+def limit_experiment(engine: Engine, experiment_id: str, devices: int) -> None:
+    with engine.begin() as connection:
+        quota = text("UPDATE experiments SET max_devices = :devices WHERE id = :id")
+        connection.execute(quota, {"id": experiment_id, "devices": devices})
