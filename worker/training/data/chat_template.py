@@ -55,6 +55,7 @@ def default_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 _MOST_SECONDS = 5.0
+"""Processor time in which a configured template renders a short chat."""
 _MOST_CHARACTERS = 1_000_000
 _SHORT_CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello."}]
 
@@ -69,13 +70,13 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """
     tokenizer.chat_template = template
     try:
-        with _limited_time():
+        with limited_time(_MOST_SECONDS):
             text = tokenizer.apply_chat_template(_SHORT_CHAT, tokenize=False)
     except TemplateSyntaxError as error:
         raise _bad_template(f"is not valid Jinja: {str(error.message)[:200]} (line {error.lineno})") from error
     except SecurityError as error:
         raise _bad_template(f"uses what a template may not: {str(error)[:200]}") from error
-    except _OutOfTime:
+    except OutOfTime:
         raise _bad_template(f"takes more than {_MOST_SECONDS:g} s for a short chat; simplify it") from None
     except (MemoryError, RecursionError, OverflowError) as error:
         raise _bad_template(f"cannot be rendered: {type(error).__name__}; simplify it") from error
@@ -85,19 +86,19 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         raise _bad_template(f"makes {len(text):,} characters of a short chat; simplify it")
 
 
-class _OutOfTime(BaseException):
+class OutOfTime(BaseException):
     """The processor time is used up; not an `Exception`, so that no library handles it."""
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
-    """Raise `_OutOfTime` if the block takes too much processor time; call it in the main thread."""
+def limited_time(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTime` if the block takes more processor time; call it in the main thread, and do not nest it."""
 
     def raise_out_of_time(*_: Any) -> None:
-        raise _OutOfTime
+        raise OutOfTime
 
     before = signal.signal(signal.SIGPROF, raise_out_of_time)
-    signal.setitimer(signal.ITIMER_PROF, _MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:

@@ -1,6 +1,8 @@
 """Engine of answers: questions join while others are answered, and each step adds a token to every answer."""
 
+import time
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +25,8 @@ from worker.training.serving.sequences import OpenQuestion, Sequence
 
 _MARGIN = 64
 """Tokens for which there must be memory when a sequence joins, so that it does not have to leave soon."""
+_READING_SECONDS = 0.05
+"""Time after which a step converts no further question to tokens: the answers wait for it."""
 _PREFILL_TOKENS = {"cuda": 1024, "cpu": 128}
 _OUT_OF_MEMORY = (
     "The device has too little memory for this answer: ask for fewer tokens with `max_tokens`, shorten the prompt, or "
@@ -103,7 +107,7 @@ class AnswerEngine:
         """Tokens that may be cached, and those that may be cached now: fewer after a lack of memory."""
         self._questions: dict[str, OpenQuestion] = {}
         self._submitted = 0
-        self._unread: list[OpenQuestion] = []
+        self._unread: deque[OpenQuestion] = deque()
         self._waiting: list[Sequence] = []
         """The oldest first."""
         self._prefill: _Prefill | None = None
@@ -158,25 +162,30 @@ class AnswerEngine:
     # Questions
 
     def _read_questions(self) -> None:
-        """Convert the questions that were submitted to sequences, which wait."""
-        unread, self._unread = self._unread, []
-        for owner in unread:
-            question = owner.question
-            if self._questions.get(question.id) is not owner:
-                continue
-            try:
-                encoder = self._encoders.of_adapter(owner.adapter_folder)
-                prompt = encoder.encode(question)
-                most_tokens = self._limit_tokens(question, len(prompt))
-            except AnswerFailure as failure:
-                self._fail(owner, failure.code, failure.message)
-                continue
-            owner.end_tokens = encoder.end_tokens(question)
-            owner.sequences = [
-                Sequence(owner, choice, prompt, most_tokens, encoder.new_text(question, prompt))
-                for choice in range(question.n)
-            ]
-            self._waiting += owner.sequences
+        """Convert questions that were submitted to sequences, which wait; at least one, if there is one."""
+        until = time.monotonic() + _READING_SECONDS
+        while self._unread:
+            owner = self._unread.popleft()
+            if self._questions.get(owner.question.id) is owner:  # otherwise it was cancelled
+                self._read_question(owner)
+                if time.monotonic() >= until:
+                    return
+
+    def _read_question(self, owner: OpenQuestion) -> None:
+        question = owner.question
+        try:
+            encoder = self._encoders.of_adapter(owner.adapter_folder)
+            prompt = encoder.encode(question)
+            most_tokens = self._limit_tokens(question, len(prompt))
+        except AnswerFailure as failure:
+            self._fail(owner, failure.code, failure.message)
+            return
+        owner.end_tokens = encoder.end_tokens(question)
+        owner.sequences = [
+            Sequence(owner, choice, prompt, most_tokens, encoder.new_text(question, prompt))
+            for choice in range(question.n)
+        ]
+        self._waiting += owner.sequences
 
     def _limit_tokens(self, question: Question, length: int) -> int:
         """Return the maximum number of tokens of an answer to a prompt of `length` tokens.

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from anneal.contracts.attempt.answers import AnswerErrorCode, Question
-from worker.training.data.chat_template import ensure_template
+from worker.training.data.chat_template import OutOfTime, ensure_template, limited_time
 from worker.training.data.completions import Texts
 from worker.training.data.tokenization import BadRow, tokenizer_digest
 from worker.training.failures import TrainingFailure, one_line
@@ -19,6 +19,10 @@ from worker.training.serving.text_stream import TextStream
 from worker.training.serving.tool_calls import ToolCallStream, response_template
 
 _MOST_FOLDERS = 64
+_MOST_SECONDS = 2.0
+"""Processor time in which a chat template renders a question, since no other one is answered meanwhile."""
+_MOST_CHARACTERS = 8_000_000
+"""Length of a rendered chat, which is longer than the context of any model."""
 
 
 class AnswerFailure(Exception):
@@ -89,6 +93,25 @@ class QuestionEncoder:
         return [int(token) for token in ids]
 
     def _render(self, question: Question) -> str:
+        """Render a chat; its template is part of the output of a run, and may be as slow as its user has written it."""
+        try:
+            with limited_time(_MOST_SECONDS):
+                text = self._render_chat(question)
+        except OutOfTime:
+            raise AnswerFailure(
+                "invalid_prompt",
+                f"The chat template of this model takes more than {_MOST_SECONDS:g} s for these messages: send fewer "
+                "or shorter ones, or ask a model with a simpler template.",
+            ) from None
+        if len(text) > _MOST_CHARACTERS:
+            raise AnswerFailure(
+                "context_length_exceeded",
+                f"The chat template of this model makes {len(text):,} characters of these messages, and at most "
+                f"{_MOST_CHARACTERS:,} are read: send fewer or shorter ones.",
+            )
+        return text
+
+    def _render_chat(self, question: Question) -> str:
         chats, opens = self._texts.chats, {"add_generation_prompt": True}
         (chat,) = chats.fit_chats(0, {"tools": question.tools}, question.messages, **opens)
         text = chats.render(chat.messages, chat.options, **opens)

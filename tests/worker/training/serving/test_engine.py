@@ -35,6 +35,8 @@ from tests.worker.training.serving.asking import (
     plain_answers,
 )
 from tests.worker.training.tiny import make_tiny_model
+from worker.training.serving import engine as engine_module
+from worker.training.serving import prompts
 from worker.training.serving.engine import AnswerEngine, EngineLimits
 
 
@@ -181,6 +183,22 @@ def test_answers_go_on_while_a_long_prompt_is_read_in_parts(base: Path, tokenize
     assert answers.pieces["short"][-1].finish_reason == "length" and "long" not in answers.pieces
     plain = plain_answers(load_model(base), tokenizer, ["a", long])
     assert [answers.finish().text(name) for name in ("short", "long")] == plain
+
+
+def test_answers_go_on_while_many_prompts_are_converted_to_tokens(
+    base: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_READING_SECONDS", 0.0)  # each prompt takes all of it
+    engine = new_engine(base)
+    answers = Answers(engine)
+    engine.submit(new_question("begun", "a"), None)
+    answers.step()
+    for number in range(4):
+        engine.submit(new_question(number, "word " * 2000), None)
+    engine.cancel("0")
+    for number in range(1, 4):
+        assert [piece.question_id for piece in answers.step() if piece.error] == [str(number)]
+    assert answers.finish().text("begun") == plain_answers(load_model(base), tokenizer, ["a"])[0]
 
 
 def test_questions_beyond_the_rows_wait(base: Path, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,6 +524,34 @@ class TestAdapters:
         assert answers.text(1) == adapted_answers(base, folder, ["<<what is row 7>>"])[0]
         count = len(tokenizer("<<what is row 7>>")["input_ids"])
         assert answers.pieces["1"][0].prompt_tokens == count
+
+    @pytest.mark.parametrize(
+        ("template", "code", "says"),
+        [
+            (
+                "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+                "invalid_prompt",
+                "takes more than 0.2 s",
+            ),
+            ("{{ 'word ' * 2000 }}", "context_length_exceeded", "makes 10,000 characters"),
+        ],
+        ids=["slow", "long"],
+    )
+    def test_chat_template_of_an_adapter_that_takes_too_much_costs_no_other_question(
+        self, template: str, code: str, says: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        expected: list[str],
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(prompts, "_MOST_SECONDS", 0.2)
+        monkeypatch.setattr(prompts, "_MOST_CHARACTERS", 9_999)
+        folder, own = make_adapter(base, tmp_path / "adapter", 3), load_tokenizer(base)
+        # As it can be written so that the short chat, with which it is checked before a training, costs nothing.
+        own.chat_template = "{% if messages | length > 2 %}" + template + "{% endif %}"
+        own.save_pretrained(folder)
+        chat = [{"role": "user", "content": "a"}] * 3
+        questions = [new_question("chat", messages=chat, adapter="own"), new_question("text", PROMPTS[0])]
+        answers = ask(new_engine(base), questions, {"own": folder})
+        assert answers.error("chat").code == code and says in answers.error("chat").message
+        assert answers.text("text") == expected[0]
 
 
 def test_chat_has_the_answer_to_its_rendered_text(base: Path, tokenizer: Any) -> None:
