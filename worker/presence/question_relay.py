@@ -177,9 +177,12 @@ class QuestionRelay:
         """Pass a question on, once its adapter is here; what follows it in the stream waits only for the same one."""
         key: str | None = question.body.get("adapter")
         with self._lock:
-            if question.id in self._open:
-                return
-            self._open[question.id] = question
+            first = self._open.setdefault(question.id, question)
+        if first is not question:
+            if first.entry_id != question.entry_id:  # the API sends it again if the response of Redis was lost
+                self._remove_entry(question)
+            return
+        with self._lock:
             folder = None if key is None else self._folders.get(key)
             if key is not None and folder is None:
                 if key in self._waiting:

@@ -83,7 +83,9 @@ class Control:
         if wait_seconds > 0:
             self._has_questions.wait(wait_seconds)
         self._has_questions.clear()
-        return _take_all(self._questions), _take_all(self._cancelled_questions)
+        # In this order: a question comes before its cancellation, which would otherwise be lost if both come just now.
+        cancelled = _take_all(self._cancelled_questions)
+        return _take_all(self._questions), cancelled
 
     def on_stop(self, callback: Callable[[StopRequest], None]) -> None:
         """Call `callback` (from another thread or a signal handler) when an immediate stop is requested or changes."""

@@ -176,6 +176,17 @@ def test_cancelled_question_is_cancelled_in_the_process_once(redis: Redis) -> No
         assert process.next_question()["question"]["id"] == "q2"
 
 
+def test_question_that_the_api_has_sent_twice_is_answered_once_and_left_to_no_further_attempt(redis: Redis) -> None:
+    process = Process()
+    for _ in range(2):  # the response of Redis to the first was lost
+        ask(redis, "twice")
+    with relaying(redis, process):
+        assert process.next_question()["question"]["id"] == "twice"
+        eventually(lambda: redis.xlen(STREAM) == 0, what="both entries are removed")
+        ask(redis, "next")
+        assert process.next_question()["question"]["id"] == "next"
+
+
 def test_questions_that_come_while_the_run_ends_are_left_to_the_next_attempt(redis: Redis) -> None:
     process, later = Process(), Process()
     process.is_ending = True
