@@ -215,6 +215,7 @@ class Questions:
             if not self._has_open.is_set():
                 await self._has_open.wait()
                 renew_at = time.monotonic() + _RENEW_SECONDS
+                last = "0"  # the stream may be a new one, with smaller ids if the clock of Redis was set back
             try:
                 if time.monotonic() >= renew_at:
                     renew_at = time.monotonic() + _RENEW_SECONDS

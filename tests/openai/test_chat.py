@@ -11,7 +11,7 @@ from redis import Redis
 from sqlalchemy import Engine, text
 
 from app.infra.ids import new_id
-from app.infra.question_streams import alive_key, questions_stream
+from app.infra.question_streams import REPLY, alive_key, questions_stream
 from app.openai import questions
 from app.runs.state import machine
 from tests.factories import Trainer, count_runs
@@ -142,7 +142,8 @@ class TestAnswer:
     def test_text_is_continued_as_a_text_or_as_tokens(self, emptied_api: ApiServer, engine: Engine, ask: Ask) -> None:
         answer = ask(prompt="one")
         with serving(emptied_api, engine) as process:
-            for sent, received in (("one", "one"), (["two"], "two"), ([1, 2], [1, 2])):
+            many = list(range(11_000))
+            for sent, received in (("one", "one"), (["two"], "two"), ([1, 2], [1, 2]), (many, many)):
                 answer = answer if sent == "one" else ask(prompt=sent)
                 question = process.next_question()
                 assert (question["prompt"], question["max_tokens"]) == (received, 16)
@@ -269,6 +270,7 @@ class TestParameters:
             ({"messages": []}, "too_short", "messages"),
             ({"messages": [{"role": "robot", "content": "x"}]}, "literal_error", "messages.0.role"),
             ({"prompt": ["a", "b"]}, "invalid", "prompt"),
+            ({"prompt": [*range(11_000), *["x"] * 1000]}, "invalid_request", None),
         ],
     )
     def test_unsupported_or_invalid_one_is_refused_by_name(
@@ -483,6 +485,25 @@ class TestLoss:
                         next(stream)
                 finally:
                     over.set()
+
+    def test_answers_arrive_in_a_new_stream_whose_ids_are_smaller_since_a_clock_was_set_back(
+        self, emptied_api: ApiServer, engine: Engine, ask: Ask
+    ) -> None:
+        asking = emptied_api.application.state.questions  # type: ignore[attr-defined]
+        answer = ask()
+        with (
+            serving(emptied_api, engine) as process,
+            Redis.from_url(emptied_api.settings.redis_url or "", decode_responses=True) as redis,
+        ):
+            question = process.next_question()
+            redis.xadd(asking._replies, {REPLY: ""}, id="99999999999999-0")  # those that follow have greater ones
+            process.write(question, "x")
+            answer.result(timeout=30)
+            eventually(lambda: not asking._has_open.is_set(), what="the reader sleeps")
+            redis.delete(asking._replies)  # as it expires
+            answer = ask()
+            process.write(process.next_question(), "again")
+            assert answer.result(timeout=30).choices[0].message.content == "again"
 
     def test_redis_that_is_lost_costs_begun_answers_alone(
         self, emptied_api: ApiServer, engine: Engine, ask: Ask

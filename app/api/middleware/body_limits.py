@@ -22,6 +22,8 @@ _MULTIPART_OVERHEAD = 64 * 1024
 _PARSE_IN_THREAD = 64 * 1024
 _MOST_VALUES = 10_000
 """Values of a body, each of which may be an error in the response."""
+_MOST_VALUES_OF = {("POST", "/openai/v1/completions"): 200_000}
+"""Of a call whose values may be the tokens of a prompt, of which only the first wrong one is an error."""
 _IDLE_SECONDS = 60.0
 
 
@@ -73,7 +75,7 @@ class BodyLimitMiddleware:
             return None
         if body and scope["method"] in ("POST", "PUT", "PATCH"):
             _check_media_type(headers.get("content-type", ""))
-            await _check_json(body)
+            await _check_json(body, _MOST_VALUES_OF.get((scope["method"], scope["path"]), _MOST_VALUES))
         return _replay_body(body, receive)
 
 
@@ -114,12 +116,12 @@ def _check_media_type(content_type: str) -> None:
         raise ApiError(415, "unsupported_media_type", detail)
 
 
-async def _check_json(body: bytes) -> None:
+async def _check_json(body: bytes, most_values: int) -> None:
     try:
         if len(body) > _PARSE_IN_THREAD:
-            await asyncio.to_thread(strict_json.parse_json, body, _MOST_VALUES)
+            await asyncio.to_thread(strict_json.parse_json, body, most_values)
         else:
-            strict_json.parse_json(body, _MOST_VALUES)
+            strict_json.parse_json(body, most_values)
     except strict_json.BadJson as error:
         raise _invalid_text(error.code, error.message) from None
 

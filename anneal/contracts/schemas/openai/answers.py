@@ -134,7 +134,9 @@ class CompletionRequest(AnswerRequest):
         json_schema_extra={"example": {"model": RUN_ID, "prompt": "Annealing is", "max_tokens": 32}}
     )
 
-    prompt: str | list[int] | list[str] = Field(description="Text or token ids; a list may contain one text.")
+    prompt: str | Annotated[list[int], Field(fail_fast=True)] | Annotated[list[str], Field(fail_fast=True)] = Field(
+        description="Text or token ids; a list may contain one text."
+    )
 
 
 class Usage(BaseModel):
