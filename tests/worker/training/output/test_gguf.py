@@ -139,7 +139,7 @@ class TestRuns:
         config = QUICK_GGUF | {"method": "lora", "output": "merged"}
         broken = converter(tmp_path, FAILS)
         done = forks.run({**make_job(tmp_path / "1", tiny_model, chats, **config), "gguf_converter": broken})
-        assert (done.result["outcome"], done.result["output"]) == ("completed", "output"), done.result
+        assert (done.result["outcome"], done.result.get("output")) == ("completed", "output"), done.result
         assert (done.output / "model.safetensors").is_file() and not (done.output / "model.gguf").exists()
         (line,) = lines(done, "error")
         assert "exit status 1" in line and "LlamaForCausalLM is not supported" in line and "export" in line
