@@ -148,10 +148,28 @@ def test_alerts_that_the_document_names_exist() -> None:
     assert named and named <= {rule["alert"] for rule in _rules(ALERTS)}
 
 
-def test_variables_that_the_document_names_are_settings() -> None:
-    named = set(re.findall(r"\bANNEAL_[A-Z_]+\b", OPERATIONS)) - REMOVED_SETTINGS.keys()
+def test_variables_that_the_documents_name_are_settings() -> None:
+    pages = [path.read_text() for folder in ("guides", "operations") for path in (DOCS / folder).glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"\bANNEAL_[A-Z_]+\b", page)} - REMOVED_SETTINGS.keys()
     fields = {*Settings.model_fields, *ClientSettings.model_fields}
-    assert {name.removeprefix("ANNEAL_").lower() for name in named} <= fields
+    assert {name.removeprefix("ANNEAL_").lower() for name in named} - fields == set()
+
+
+def test_documented_services_of_compose_fit_the_file_that_they_are_added_to() -> None:
+    compose = yaml.safe_load((DOCS.parent / "docker-compose.yml").read_text())
+    blocks = [
+        yaml.safe_load(block)
+        for path in DOCS.rglob("*.md")
+        for block in re.findall(r"^```yaml\n(services:.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    assert any("vllm" in block["services"] for block in blocks)
+    for name, service in (item for block in blocks for item in block["services"].items()):
+        assert name in compose["services"] or "image" in service, name
+        assert set(service.get("networks", ())) <= set(compose["networks"]), name
+        volumes = [name for text in service.get("volumes", ()) for name in re.findall(r":-(\w+)\}", text)]
+        assert set(volumes) <= set(compose["volumes"]), name
+        own = {key.removeprefix("ANNEAL_").lower() for key in service.get("environment", ()) if "ANNEAL_" in key}
+        assert own <= set(Settings.model_fields), name
 
 
 def test_documented_proxies_have_a_certificate_buffer_nothing_and_pass_the_host_on() -> None:

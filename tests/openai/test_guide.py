@@ -70,7 +70,7 @@ def api(emptied_api: ApiServer) -> ApiServer:
 def arguments(client: openai.OpenAI) -> dict[str, Callable[[Any], Any]]:
     """Methods of the client by the call that they send."""
     file_id = upload(client, lines(CHAT)).id
-    unused = upload(client, lines(CHAT)).id
+    unreferenced_id = upload(client, lines(CHAT)).id
 
     def create_job() -> str:
         native = {"anneal": {"backend": "fake"}}
@@ -82,7 +82,7 @@ def arguments(client: openai.OpenAI) -> dict[str, Callable[[Any], Any]]:
         "files.create": lambda call: call(file=("x.jsonl", lines(CHAT)), purpose="fine-tune"),
         "files.list": lambda call: call(),
         "files.retrieve": lambda call: call(file_id),
-        "files.delete": lambda call: call(unused),
+        "files.delete": lambda call: call(unreferenced_id),
         "files.content": lambda call: call(file_id),
         "files.retrieve_content": lambda call: call(file_id),
         "files.wait_for_processing": lambda call: call(file_id),

@@ -1,7 +1,9 @@
 """`anneal chat`: one question of a script, and a conversation on a terminal."""
 
 import os
+import re
 import select
+import shlex
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,9 +13,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
+from app.infra.storage import Storage
 from app.openai import questions
 from tests.conftest import Anneal, json_of
-from tests.factories import make_dataset, make_run
+from tests.factories import Trainer, make_dataset, make_model, make_run
+from tests.nodes import ROOT
 from tests.openai.serving import prepare_models, serving, serving_runs
 from tests.server import ApiServer
 from tests.waiting import eventually
@@ -134,3 +138,23 @@ def test_conversation_goes_on_after_an_answer_that_was_stopped_and_one_that_fail
         eventually(lambda: terminal.shows("done"))
         terminal.end_input()
         assert command.wait(30) == 0
+
+
+def test_commands_of_the_guide_ask_as_it_says(api: ApiServer, engine: Engine, anneal: Anneal) -> None:
+    make_model(api.settings, "Qwen/Qwen3-0.6B")
+    config = {"base_model": "Qwen/Qwen3-0.6B", "method": "lora", "lora_r": 8}
+    run = make_run(api.client, make_dataset(engine), name="docstrings", backend="celery", config=config)
+    Trainer(engine, run["id"]).begin().complete().write_output(Storage(api.settings))
+    guide = (ROOT / "docs" / "guides" / "answers.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    (lines,) = [block.splitlines() for block in blocks if "anneal chat" in block]
+    with answers(api, engine, *[("yes",)] * len(lines)) as received:
+        for line in lines:
+            command = line.partition("#")[0].partition("<")[0]
+            assert anneal(*shlex.split(command)[1:], input="a report").stdout == "yes\n"
+    messages = [[(it["role"], it["content"]) for it in question] for question, _ in received.result(30)]
+    assert messages == [
+        [("user", "a report")],
+        [("user", "What does annealing do?")],
+        [("system", "Summarize the text in one sentence."), ("user", "a report")],
+    ]
