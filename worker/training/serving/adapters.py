@@ -56,10 +56,10 @@ class AdapterSet:
         """
         if key not in self._loaded:
             if len(self._loaded) >= self._most:
-                unused = next((other for other in self._loaded if other not in in_use), None)
-                if unused is None:
+                removable_key = next((other for other in self._loaded if other not in in_use), None)
+                if removable_key is None:
                     return False
-                self._unload(unused)
+                self._unload(removable_key)
             with torch.inference_mode(False):  # peft sets whether its parameters have gradients
                 adapter = self._load(folder)
         else:

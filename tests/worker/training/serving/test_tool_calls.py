@@ -35,7 +35,7 @@ def tokenizer(request: pytest.FixtureRequest, tiny_model: Path) -> Any:
     return tokenizer
 
 
-def read(tokenizer: Any, text: str) -> tuple[str, list[ToolCall], list[str]]:
+def parse_answer(tokenizer: Any, text: str) -> tuple[str, list[ToolCall], list[str]]:
     """Return the text of an answer, its calls, and the pieces in which the text came."""
     template = response_template(tokenizer)
     assert template is not None
@@ -46,14 +46,14 @@ def read(tokenizer: Any, text: str) -> tuple[str, list[ToolCall], list[str]]:
 
 
 def test_calls_are_taken_out_of_the_text_before_them(tokenizer: Any) -> None:
-    text, calls, pieces = read(tokenizer, f"It saw two. {CALL}\n{CALL}")
+    text, calls, pieces = parse_answer(tokenizer, f"It saw two. {CALL}\n{CALL}")
     assert text.strip() == "It saw two." and calls == [LOOK, LOOK]
     assert len([piece for piece in pieces if piece]) > 3, "the text before a call is sent as it comes"
 
 
 @pytest.mark.parametrize("text", ["a < b and <tool", "<think>\nhm\n</think>\n\nit", "it is {}", ""])
 def test_answer_without_a_call_is_text_as_the_model_writes_it(text: str, tokenizer: Any) -> None:
-    assert read(tokenizer, text)[:2] == (text, [])
+    assert parse_answer(tokenizer, text)[:2] == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_answer_without_a_call_is_text_as_the_model_writes_it(text: str, tokeniz
     ],
 )
 def test_call_that_cannot_be_read_is_text(call: str, tokenizer: Any) -> None:
-    text, calls, _ = read(tokenizer, f"Well: {call}")
+    text, calls, _ = parse_answer(tokenizer, f"Well: {call}")
     assert text.rstrip() == f"Well: {call}" and calls == []
 
 
 @pytest.mark.parametrize("bad", ["<tool_call>\nlook(3)\n</tool_call>", '<tool_call>\n{"name": "look", "argu'])
 def test_text_between_a_call_and_one_that_cannot_be_read_comes_once(bad: str, tokenizer: Any) -> None:
     answer = f"A<tool_call {CALL}B{bad}"
-    text, calls, _ = read(tokenizer, answer)
+    text, calls, _ = parse_answer(tokenizer, answer)
     assert text == answer and calls == []
-    assert read(tokenizer, f"A {CALL}B {CALL} C")[:2] == ("A B C", [LOOK, LOOK])
+    assert parse_answer(tokenizer, f"A {CALL}B {CALL} C")[:2] == ("A B C", [LOOK, LOOK])
 
 
 def test_template_without_a_known_form_has_no_calls(tiny_model: Path) -> None:
