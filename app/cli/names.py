@@ -51,14 +51,25 @@ def _id_of(noun: Noun, text: str) -> str:
     if is_id(text, _PREFIXES[noun]):
         return text
     with open_client() as client:
-        options = {"limit": 1} if text == _LAST else {"find": text, "limit": _MOST_OFFERED}
+        if text == _LAST:
+            return _id_of_newest(client, noun)
         how = f"Use an id, the beginning of one, a name, or `last`; `anneal {noun}s list` lists them."
         if noun == "dataset" and Path(text).is_file():
             how = f"Upload the file first: `anneal datasets upload {shlex.quote(text)}`."
-        matches = list(_list_all(client, noun, **options))
-        if text == _LAST and not matches:
-            fail(f"There is no {noun} yet; `anneal {_CREATED_BY[noun]}` creates one.", code=f"{noun}_not_found")
+        matches = list(_list_all(client, noun, find=text, limit=_MOST_OFFERED))
         return _only_match(noun, text, matches[:1] if noun == "run" and _is_chain(text, matches) else matches, how)
+
+
+def _id_of_newest(client: "Anneal", noun: Noun, **filters: Any) -> str:
+    """Return the id of the newest item; serving runs, which questions create, are left out."""
+    if noun == "run":
+        items: Iterator[Any] = (run for run in client.runs.list(**filters) if run.task != "serve")
+    else:
+        items = iter(_list_all(client, noun, limit=1))
+    newest = next(items, None)
+    if newest is None:
+        fail(f"There is no {noun} yet; `anneal {_CREATED_BY[noun]}` creates one.", code=f"{noun}_not_found")
+    return str(newest.id)
 
 
 def _is_chain(name: str, runs: "list[RunSummary]") -> bool:
@@ -90,7 +101,10 @@ def run_or_other(context: typer.Context, text: str) -> str:
     """Replace `last` or the beginning of a run's id by the id; return anything else unchanged."""
     if context.resilient_parsing or not (text == _LAST or text.startswith("run_")):
         return text
-    return _id_of("run", text)
+    if text != _LAST:
+        return _id_of("run", text)
+    with open_client() as client:
+        return _id_of_newest(client, "run", task="train")  # the model of others is that of a training
 
 
 def id_within(noun: str, text: str, items: "Iterable[Any]") -> str:
@@ -211,7 +225,7 @@ ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Run (its id, or `last`) for its output, checkpoint (`ckpt_…`), or base model.",
+        help="Run (its id, or `last` for the newest training) for its output, checkpoint (`ckpt_…`), or base model.",
         callback=run_or_other,
     ),
 ]

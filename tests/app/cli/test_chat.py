@@ -18,7 +18,7 @@ from app.openai import questions
 from tests.conftest import Anneal, json_of
 from tests.factories import Trainer, make_dataset, make_model, make_run
 from tests.nodes import ROOT
-from tests.openai.serving import prepare_models, serving, serving_runs
+from tests.openai.serving import prepare_models, serving, serving_runs, trained
 from tests.server import ApiServer
 from tests.waiting import eventually
 
@@ -34,7 +34,7 @@ def api(emptied_api: ApiServer, engine: Engine, monkeypatch: pytest.MonkeyPatch)
 
 @contextmanager
 def answers(api: ApiServer, engine: Engine, *texts: tuple[str, ...], end: str = "stop") -> Iterator["Future[Any]"]:
-    """Answer as many questions with these pieces; provides the future messages of the questions."""
+    """Answer as many questions with these pieces; provides the future questions."""
 
     def write_answers() -> list[Any]:
         received = []
@@ -42,7 +42,7 @@ def answers(api: ApiServer, engine: Engine, *texts: tuple[str, ...], end: str = 
             for pieces in texts:
                 question = process.next_question()
                 process.write(question, *pieces, end=end)
-                received.append((question["messages"], question.get("max_tokens")))
+                received.append(question)
         return received
 
     with ThreadPoolExecutor(1) as pool:
@@ -61,9 +61,23 @@ def test_question_of_a_script_is_an_option_or_standard_input_and_its_answer_is_p
     assert (whole["object"], whole["choices"][0]["message"]["content"]) == ("chat.completion", "{}")
     hi = [{"role": "user", "content": "hi"}]
     system = {"role": "system", "content": "Be brief."}
-    assert received.result(30) == [([system, {"role": "user", "content": "hello"}], 4), (hi, None), (hi, None)]
+    sent = [(question["messages"], question.get("max_tokens")) for question in received.result(30)]
+    assert sent == [([system, {"role": "user", "content": "hello"}], 4), (hi, None), (hi, None)]
     listed = json_of(anneal("runs", "list", "--task", "serve", "--json"))["data"]
     assert [run["id"] for run in listed] == [run.id for run in serving_runs(engine)]
+
+
+def test_last_is_the_newest_training_and_no_run_that_a_question_has_created(
+    api: ApiServer, engine: Engine, anneal: Anneal
+) -> None:
+    config = {"base_model": "tiny", "method": "lora", "lora_r": 8, "learning_rate": 1e-3}
+    run_id, checkpoint_id = trained(api, engine, config, "docstrings")
+    with answers(api, engine, ("first",), ("second",)) as received:
+        anneal("chat", "last", "-p", "hi")
+        anneal("chat", "last", "-p", "hi", "--checkpoint", "last")
+    assert [question["adapter"] for question in received.result(30)] == [run_id, checkpoint_id]
+    assert len(serving_runs(engine)) == 1
+    assert json_of(anneal("runs", "show", "last", "--json"))["id"] == run_id
 
 
 def test_question_that_cannot_be_answered_ends_with_a_sentence(api: ApiServer, engine: Engine, anneal: Anneal) -> None:
@@ -152,7 +166,7 @@ def test_commands_of_the_guide_ask_as_it_says(api: ApiServer, engine: Engine, an
         for line in lines:
             command = line.partition("#")[0].partition("<")[0]
             assert anneal(*shlex.split(command)[1:], input="a report").stdout == "yes\n"
-    messages = [[(it["role"], it["content"]) for it in question] for question, _ in received.result(30)]
+    messages = [[(it["role"], it["content"]) for it in question["messages"]] for question in received.result(30)]
     assert messages == [
         [("user", "a report")],
         [("user", "What does annealing do?")],
