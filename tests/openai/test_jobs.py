@@ -97,14 +97,14 @@ class TestList:
     def test_job_lists_what_its_configuration_says(self, client: openai.OpenAI, jobs: Jobs, engine: Engine) -> None:
         config = {
             "method": "lora", "lora_r": 8, "learning_rate": 1e-5, "batch_size": 2, "gradient_accumulation_steps": 3,
-            "epochs": 1.5, "seed": 2**32 - 1, "report_to": ["tensorboard", "wandb"], "wandb_project": "p",
+            "epochs": 2.0, "seed": 2**32 - 1, "report_to": ["tensorboard", "wandb"], "wandb_project": "p",
             "wandb_name": None,
         }  # fmt: skip
         run = add_run(engine, config=config, resources={"devices": 4, "sequence_parallel": 2})
         add_run(engine, config={"method": "dpo", "dpo": {"beta": 0.3}, "max_steps": 5})
         preferences, chat = client.fine_tuning.jobs.list().data
         assert (chat.id, chat.seed) == (to_openai_id(run.id), 2**32 - 1)
-        assert chat.hyperparameters.to_dict() == {"batch_size": 12, "learning_rate_multiplier": 0.05, "n_epochs": 1.5}
+        assert chat.hyperparameters.to_dict() == {"batch_size": 12, "learning_rate_multiplier": 0.05, "n_epochs": 2}
         assert chat.method is not None and chat.method.type == "supervised"
         (integration,) = chat.integrations or ()
         wandb = {"project": "p", "name": None, "entity": None, "tags": []}

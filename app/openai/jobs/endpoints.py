@@ -61,7 +61,6 @@ async def create_job(body: JobCreate, request: Request, response: Response, tran
 @router.get("", response_model=ListPage[JobObject], openapi_extra={"parameters": [_METADATA_PARAMETER]})
 async def list_jobs(
     request: Request,
-    session: Reading,
     limit: Limit = 20,
     after: After = None,
     metadata: Annotated[Literal["null"] | None, Query(include_in_schema=False)] = None,
@@ -74,7 +73,8 @@ async def list_jobs(
     if metadata is not None and members:
         message = "cannot be `null` together with `metadata[name]=value`; use one of them"
         raise invalid([FieldError(field="metadata", code="conflict", message=message)])
-    rows, has_more = await reading.list_jobs(session, limit, last, members if metadata is None else None)
+    async with request.app.state.reading_engine.connect() as connection:
+        rows, has_more = await reading.list_jobs(connection, limit, last, members if metadata is None else None)
     predictions = await _eta_service(request).of({row.run_id: row.status for row in rows})
     jobs = [reading.job_object(row, predictions.get(row.run_id)) for row in rows]
     # Serialized here: the framework would validate each job once more.

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import TextClause, text
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from anneal.contracts.methods import Method, TrainingMethod, method_of
 from anneal.contracts.run_status import LIVE
@@ -69,7 +69,7 @@ async def find_job(session: AsyncSession, job_id: str) -> Any:
 
 
 async def list_jobs(
-    session: AsyncSession, limit: int, after: str | None, metadata: Mapping[str, str] | None
+    connection: AsyncConnection, limit: int, after: str | None, metadata: Mapping[str, str] | None
 ) -> tuple[list[Any], bool]:
     """Return the rows of one page of jobs, newest first, and True if there are more.
 
@@ -85,7 +85,7 @@ async def list_jobs(
     elif metadata:
         conditions.append("first.job_metadata @> cast(:metadata AS jsonb)")
         parameters["metadata"] = json.dumps(metadata)
-    rows = list((await session.execute(_select_jobs(limit + 1, *conditions), parameters)).all())
+    rows = list((await connection.execute(_select_jobs(limit + 1, *conditions), parameters)).all())
     return rows[:limit], len(rows) > limit
 
 
