@@ -95,10 +95,14 @@ def test_output_checkpoint_and_base_answer_side_by_side_until_they_end_are_stopp
         column(page, "Step 20").get_by_role("button", name="Remove Step 20").click()
         page.get_by_role("button", name="New chat").click()
         expect(page.get_by_text("And a claim?")).to_have_count(0)
-        ask(page, "Last?")
-        received = next_questions(process, run_id, None)
-        page.get_by_role("navigation", name="Pages").get_by_role("link", name="Workers").click()
-        assert {process.next_cancelled() for _ in received} == {question["id"] for question in received}
+        for adapters, link in (((run_id, None), "Try it"), ((None,), "Workers")):
+            ask(page, "Last?")
+            received = next_questions(process, *adapters)
+            page.get_by_role("navigation", name="Pages").get_by_role("link", name=link).click()
+            assert {process.next_cancelled() for _ in received} == {question["id"] for question in received}
+            if link == "Try it":
+                expect(output).to_have_count(0)
+                page.get_by_label("Add a model").select_option("tiny")
         process.trainer.complete()
 
 

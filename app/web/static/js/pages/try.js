@@ -29,6 +29,9 @@ export default function Try() {
   const [prompt, setPrompt] = useState('');
   const [texts, setTexts] = useState({ system: '', tools: '', temperature: '', max_tokens: '' });
   useEffect(() => () => chats.current.forEach((chat) => chat.stop()), []);
+  useEffect(() => {
+    for (const [model, chat] of chats.current) if (!models.includes(model)) chat.clear();
+  }, [models.join(' ')]);
   useLayoutEffect(() => {
     // Of a run, its output or newest checkpoint, and its base.
     if (models.length === 0 && ofRun.data)
@@ -57,10 +60,6 @@ export default function Try() {
     if (!canAsk) return;
     shown.forEach((chat) => chat.ask(prompt.trim(), values));
     setPrompt('');
-  };
-  const remove = (/** @type {Chat} */ chat) => {
-    chat.clear();
-    setQuery({ model: models.filter((model) => model !== chat.model) });
   };
   const error = ofRun.error ?? listed.error;
   return html`
@@ -95,7 +94,7 @@ export default function Try() {
           chat=${chat}
           ...${choices.get(chat.model) ?? { name: format.shortId(chat.model), detail: '', href: null }}
           onAskAgain=${() => chat.askAgain(values)}
-          onRemove=${() => remove(chat)}
+          onRemove=${() => setQuery({ model: models.filter((model) => model !== chat.model) })}
         />`,
       )}
     </div>
@@ -145,15 +144,16 @@ async function readChoices(signal) {
  * @returns {Promise<Choice[]>}
  */
 async function readChoicesOfRun(runId, signal) {
+  const path = `/v1/runs/${encodeURIComponent(runId)}`;
   const [run, checkpoints] = await Promise.all([
-    get(`/v1/runs/${runId}`, {}, signal),
-    get(`/v1/runs/${runId}/checkpoints`, { limit: 200 }, signal),
+    get(path, {}, signal),
+    get(`${path}/checkpoints`, { limit: 200 }, signal),
   ]);
-  const href = `/runs/${runId}`;
+  const href = `/runs/${run.id}`;
   const usable = checkpoints.data.filter((/** @type {api.Checkpoint} */ checkpoint) => !checkpoint.bad_reason);
   const base = run.config.base_model;
   return [
-    ...(run.fine_tuned_model ? [{ id: runId, name: run.name, detail: 'output', href }] : []),
+    ...(run.fine_tuned_model ? [{ id: run.id, name: run.name, detail: 'output', href }] : []),
     ...usable.map((/** @type {api.Checkpoint} */ { id, step, is_best }) => ({
       id,
       name: `Step ${format.integer(step)}`,
