@@ -16,7 +16,7 @@ from app.runs.queue.policy import MOST_HOLDS, Plan, Snapshot, WaitingRun, order_
 from app.runs.queue.snapshot import Forecast
 
 _MOST_HEADS = 20
-_SERVING_TURN_SECONDS = 30.0
+_SERVING_TURN_SECONDS = 15.0
 """Time for which a serving run waits for the device of another one, which has had it for as long at least."""
 
 

@@ -315,7 +315,8 @@ def request_stop_at_epoch_end(run_id: str) -> Executable:
 def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
     """Renew the lease and return what is asked (a stop, room, actions); no row: another worker owns the run.
 
-    A request to make room for a run that waits no more, or that is no longer above this one, is withdrawn.
+    A request to make room for a run that waits no more, or that is no longer above this one, is withdrawn. Serving runs
+    make room for each other, which have the same priority.
     Of a run on several hosts, the row also has the parts of other workers that have ended or are about to.
     """
     action = func.json_build_object(
@@ -328,9 +329,10 @@ def renew(run_id: str, lease_epoch: int, lease_seconds: float) -> Executable:
         .label("actions")
     )
     above = runs.alias("above")
+    is_above = above.c.priority > runs.c.priority
     still_waits = (
         select(above.c.id)
-        .where(above.c.id == runs.c.preempted_for, above.c.status == "pending", above.c.priority > runs.c.priority)
+        .where(above.c.id == runs.c.preempted_for, above.c.status == "pending", or_(is_above, runs.c.task == "serve"))
         .correlate(runs)
         .scalar_subquery()
     )

@@ -312,17 +312,19 @@ class TestOfServingRuns:
         first, device = add_run(engine, task="serve", dataset_id=None, priority=-1001), add_worker(engine)
         assert claim(engine, device).id == first.id
         second = add_run(engine, task="serve", dataset_id=None, priority=-1001)
-        wait_for(engine, second.id, 31.0)
+        wait_for(engine, second.id, 16.0)
         started = text("UPDATE run_attempts SET started_at = now() - interval '40 s'")
         with engine.begin() as connection:
             connection.execute(started)
         assert await ask(settings, preempt_after_seconds=None) == [], "it still loads its model"
         with engine.begin() as connection:
             connection.execute(machine.begin(first.id, 1, 0, 0.0, None, None)).one()
-        wait_for(engine, second.id, 29.0)
+        wait_for(engine, second.id, 14.0)
         assert await ask(settings, preempt_after_seconds=None) == [], "it waits for less than a turn"
-        wait_for(engine, second.id, 31.0)
+        wait_for(engine, second.id, 16.0)
         assert await ask(settings, preempt_after_seconds=None) == [first.id]
+        with engine.begin() as connection:
+            assert connection.execute(machine.renew(first.id, 1, 60.0)).one().preempted_for == second.id
 
 
 def limit_experiment(engine: Engine, experiment_id: str, devices: int) -> None:
