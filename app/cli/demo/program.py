@@ -1,6 +1,5 @@
 """`anneal demo`, and an example of the client: from a service and a dataset to an adapter that loads anywhere."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -51,18 +50,7 @@ base = AutoModelForCausalLM.from_pretrained({base!r})
 model = PeftModel.from_pretrained(base, {adapter!r})
 tokenizer = AutoTokenizer.from_pretrained({adapter!r})
 """
-_COMPLETING = """
-import json, sys
-def complete(messages):
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids = model.generate(**inputs, max_new_tokens=40, do_sample=False, no_repeat_ngram_size=2)
-    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True).strip()
-prompts = json.load(sys.stdin)
-with model.disable_adapter():
-    before = [complete(prompt) for prompt in prompts]
-print(json.dumps([before, [complete(prompt) for prompt in prompts]]))
-"""
-_SECONDS_TO_START, _SECONDS_TO_STOP, _SECONDS_TO_COMPLETE, _SECONDS_UNREACHABLE = 90.0, 60.0, 900.0, 60.0
+_SECONDS_TO_START, _SECONDS_TO_STOP, _SECONDS_UNREACHABLE = 90.0, 60.0, 60.0
 
 
 class DemoError(Exception):
@@ -117,13 +105,17 @@ def fine_tune(client: Anneal, settings: Settings, hub_model: str | None) -> None
     evaluation = {"model": model, "dataset_id": chats["eval_dataset_id"], "config": {it: config[it] for it in measured}}
     before = follow_run(client, client.runs.evaluate(evaluation, wait=False)).held_out[-1]
     print_text(f"  Held-out loss without an adapter: {before:.3f}")
+    samples = evenly_spaced([row for row in rows.held_out if row.name[0] != "_" and len(row.docstring) < 70], 3)
+    answers_before = ask(client, model, samples)
     request = {"name": "docstrings", "config": {"base_model": model, **config}, **chats}
     tuned = tune_in_two_parts(client, request, config["max_steps"])
     after = tuned.held_out[-1]
 
-    typer.secho("\n4. Compare the model without and with the adapter", bold=True)
+    typer.secho("\n4. Ask the model again, with the adapter", bold=True)
+    print_answers(samples, answers_before, ask(client, tuned.run.id, samples))
+    if hub_model is None:
+        print_text("\n  So small a model answers with an English sentence instead of code, not yet with a correct one.")
     adapter = str(tuned.run.fine_tuned_model)
-    show_samples(settings, rows.held_out, base, adapter, offline=hub_model is None)
     print_text(
         f"\n  Loss on the {len(rows.held_out)} held-out docstrings: {before:.3f} before, {after:.3f} after "
         f"({(after - before) / before:+.0%}).\n  Adapter: {adapter}\n  Load it with peft:\n"
@@ -203,30 +195,18 @@ def follow_run(client: Anneal, run: RunRead, stop_at: int | None = None) -> Foll
     return followed
 
 
-def show_samples(settings: Settings, held_out: list[Documented], base: str, adapter: str, offline: bool) -> None:
-    """Complete prompts without and with the adapter, with transformers and peft only, in a process on the CPU."""
-    samples = evenly_spaced([row for row in held_out if row.name[0] != "_" and len(row.docstring) < 70], 3)
-    environment = settings.trainer_environment() | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
-    program = LOADING.format(base=base, adapter=adapter) + _COMPLETING
-    with print_step("Loading the adapter with peft and completing held-out code without and with it"):
-        try:
-            ended = subprocess.run(
-                [sys.executable, "-P", "-W", "ignore", "-c", program], capture_output=True, text=True, check=False,
-                input=json.dumps([row.prompt for row in samples]), timeout=_SECONDS_TO_COMPLETE,
-                env=environment | ({"HF_HUB_OFFLINE": "1"} if offline else {}),
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise DemoError(f"Loading the adapter in {adapter} took over {error.timeout:.0f} s.") from None
-    if ended.returncode:
-        reason = (ended.stderr.strip().splitlines() or ["no error output"])[-1]
-        raise DemoError(f"The adapter in {adapter} does not load with plain peft: {reason}")
-    for row, *texts in zip(samples, *json.loads(ended.stdout.splitlines()[-1]), strict=True):
-        before, after = (" ".join(text.split())[:160] for text in texts)
+def ask(client: Anneal, model: str, rows: list[Documented]) -> list[str]:
+    """Return what a model answers to the prompts of some rows, through the service."""
+    with print_step(f"POST /openai/v1/chat/completions, model {model}:") as notes:
+        chats = [client.chat(model, row.prompt, temperature=0, max_tokens=40) for row in rows]
+        notes.append(f"{len(chats)} answers")
+    return [" ".join(chat.text.split())[:160] for chat in chats]
+
+
+def print_answers(rows: list[Documented], answers_before: list[str], answers_after: list[str]) -> None:
+    """Print each docstring beside the answers without and with the adapter."""
+    for row, before, after in zip(rows, answers_before, answers_after, strict=True):
         print_text(f"\n  {row.name}\n    Python   {row.docstring}\n    before   {before}\n    after    {after}")
-    if offline:
-        print_text(
-            "\n  So small a model answers with an English sentence instead of more code, not yet with a correct one."
-        )
 
 
 @contextmanager
