@@ -122,6 +122,17 @@ def test_adapter_that_takes_no_others_beside_it_answers_from_a_run_of_its_own(
 
 
 @pytest.mark.full
+def test_models_of_different_weights_answer_by_turns_on_one_device(
+    stack: TrainingStack, client: openai.OpenAI, adapter: str
+) -> None:
+    quantized = stack.train(method="qlora", max_steps=1)
+    assert stack.until(quantized, "completed", "failed", timeout=120)["status"] == "completed"
+    before = text_of(client, adapter)
+    assert text_of(client, quantized)
+    assert text_of(client, adapter) == before
+
+
+@pytest.mark.full
 def test_worker_api_and_valkey_that_are_killed_in_mid_answer_end_it_within_seconds_and_the_next_one_comes(
     stack: TrainingStack, client: openai.OpenAI
 ) -> None:
