@@ -16,7 +16,7 @@ from sqlalchemy import Engine, select, text
 
 from app.config import Settings
 from app.infra.ids import new_id
-from app.openai import retries
+from app.openai import files, retries
 from app.openai.ids import to_native_id, to_openai_id
 from app.tables.datasets import Dataset
 from tests.app.uploads import lines
@@ -131,6 +131,21 @@ def test_files_are_listed_page_by_page_in_both_orders(client: openai.OpenAI) -> 
     page = client.files.list(limit=2, after=ids[3])
     assert [file.id for file in page.data] == [ids[2], ids[1]] and page.has_more
     assert len(list(client.files.list(purpose="fine-tune"))) == 5 and not list(client.files.list(purpose="batch"))
+
+
+def test_page_of_files_which_may_be_long_keeps_no_other_request_waiting(
+    emptied_api: ApiServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(client, lines(CHAT))
+    threads, create = set(), files._file_object
+
+    def create_noting_thread(dataset: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return create(dataset)
+
+    monkeypatch.setattr(files, "_file_object", create_noting_thread)
+    assert len(client.files.list().data) == 1
+    assert threads and "api" not in threads  # that of the event loop
 
 
 @pytest.mark.parametrize(
