@@ -188,9 +188,8 @@ def _foreign_origins(settings: Settings) -> list[Middleware]:
 def _external_engine(settings: Settings, storage: Storage) -> "ExternalEngine | None":
     if settings.engine_url is None:
         return None
-    from app.openai.external_engine import (
-        ExternalEngine,
-    )  # imports an HTTP client, which others need not wait for
+    # It imports an HTTP client, for which an API without an engine does not wait.
+    from app.openai.external_engine import ExternalEngine
 
     return ExternalEngine(settings, storage)
 

@@ -263,8 +263,7 @@ class TestAdapter:
         ("status", "message", "advice"),
         [
             (404, "Loading lora {name} failed: No adapter found for {path}", "ANNEAL_ENGINE_STORAGE"),
-            (404, "Not Found", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
-            (500, RANK, f"{RANK} The operator"),
+            (500, RANK, "`--max-lora-rank`"),
             (500, "LoRA is not enabled. Use --enable-lora to enable LoRA. {path}", "ANNEAL_STORAGE/runs/"),
         ],
     )
@@ -278,6 +277,14 @@ class TestAdapter:
         assert status_and_code(error) == (503, "adapter_not_loaded") and advice in error.message
         assert str(api.settings.storage_root) not in error.message
         assert error.response.headers["x-should-retry"] == "false"
+
+    def test_engine_that_loads_no_adapters_is_named_with_the_setting_that_allows_it(
+        self, client: openai.OpenAI, adapter: str, vllm: VllmServer
+    ) -> None:
+        vllm.loads_adapters = False
+        error = refusal(client, adapter)
+        assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" in error.message and error.code == "adapter_not_loaded"
+        assert say_hello(client).choices[0].message.content == "Hello"
 
 
 class TestServingRun:

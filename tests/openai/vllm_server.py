@@ -1,4 +1,4 @@
-"""A server on loopback that answers as vLLM does: it lists models, loads adapters, streams, and fails in every way."""
+"""A server on loopback that answers as vLLM 0.32 does: models, adapters, streams, and failures of every kind."""
 
 import contextlib
 import json
@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-RANK = "LoRA rank 64 is greater than max_lora_rank 16."
-LONG = "This model's maximum context length is 32 tokens. However, your request has 40 input tokens. Please shorten it."
+RANK = "Worker failed with error 'LoRA rank 64 is greater than max_lora_rank 16.', see the log"
+LONG = "This model's maximum context length is 1024 tokens, and the prompt has 1025"
 
 
 class VllmServer(ThreadingHTTPServer):
@@ -28,6 +28,8 @@ class VllmServer(ThreadingHTTPServer):
         self.bases = ["tiny"]
         self.adapters: dict[str, str] = {}
         """Path of each adapter, by its name."""
+        self.loads_adapters = True
+        """False: it was started without `VLLM_ALLOW_RUNTIME_LORA_UPDATING`."""
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.refusals: dict[str, tuple[int, dict[str, Any]]] = {}
         """Status and body of an error by path."""
@@ -101,7 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.bodies.append((self.path, body))
         if self._is_refused():
             return
-        if self.path == "/v1/load_lora_adapter":
+        if self.path == "/v1/load_lora_adapter" and not self.server.loads_adapters:
+            self._respond(404, {"detail": "Not Found"})
+        elif self.path == "/v1/load_lora_adapter":
             self._load(body["lora_name"], body["lora_path"])
         elif body["model"] not in [*self.server.bases, *self.server.adapters]:
             self._respond(404, error_body(404, f"The model `{body['model']}` does not exist.", "model"))
