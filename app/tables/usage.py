@@ -8,11 +8,13 @@ from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import (
+    ARRAY,
     Date,
     DateTime,
     Float,
     Index,
     Select,
+    Text,
     Update,
     and_,
     cast,
@@ -137,7 +139,10 @@ def _divide_among_days(attempts: Any) -> Select[*tuple[Any, ...]]:
     values = {
         "key": used.created_by, "experiment": used.experiment_id, "model": used.base_model, "method": used.method
     }  # fmt: skip
-    pairs = func.unnest(array([literal(name) for name in values]), array([*values.values()]))
+    # PostgreSQL selects rows before it makes a union of them only if the columns have the same type in all parts; a
+    # parameter alone is a VARCHAR.
+    names = cast(array([literal(name) for name in values]), ARRAY(Text))
+    pairs = func.unnest(names, array([*values.values()]))
     properties = pairs.table_valued("dimension", "value").render_derived(name="properties")
     start: Any = days.c.start
     seconds = _seconds(func.least(used.ended_at, start + _DAY) - func.greatest(used.started_at, start))

@@ -46,10 +46,12 @@ class _Sums:
 async def read_usage(session: AsyncSession, settings: Settings, by: UsageBy, since: date, until: date) -> UsageRead:
     """Return the usage from the beginning of a day until that of another, in UTC; months in order, else most first."""
     total, groups = _Sums(), defaultdict[str | None, _Sums](_Sums)
-    for row in (await session.execute(_usage_query(by, since, until))).all():
-        price = None if row.device in ("", CPU) else settings.gpu_price(row.device)
+    rows = (await session.execute(usage_query(by, since, until))).all()
+    gpus = {row.device for row in rows} - {"", CPU}
+    prices = {gpu: settings.gpu_price(gpu) for gpu in gpus}
+    for row in rows:
         for sums in (total, groups[row.group]):
-            sums.add(row.seconds, row.tokens, price)
+            sums.add(row.seconds, row.tokens, prices.get(row.device))
     ordered = sorted(groups.items(), key=lambda item: item[0] or "" if by == "month" else -item[1].seconds)
     largest_groups = dict(ordered[:_MOST_ROWS])
     names = await _names(session, by, largest_groups)
@@ -64,7 +66,7 @@ async def read_usage(session: AsyncSession, settings: Settings, by: UsageBy, sin
     )
 
 
-def _usage_query(by: UsageBy, since: date, until: date) -> Select[Any]:
+def usage_query(by: UsageBy, since: date, until: date) -> Select[Any]:
     """Select device-seconds and tokens by group and device."""
     usage = all_usage()
     is_month = by == "month"

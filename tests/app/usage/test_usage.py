@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import date
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from sqlalchemy import Engine, insert, text
@@ -16,7 +16,7 @@ from app.runs.state import machine
 from app.runs.state.deletion import delete_runs
 from app.tables.runs import Attempt, AttemptTimings
 from app.tables.usage import count_attempts
-from app.usage.service import read_usage
+from app.usage.service import read_usage, usage_query
 from tests.conftest import Anneal, json_of
 from tests.rows import add_key, add_run, add_worker, claim, count_usage, waiting_for_locks
 from tests.server import ApiServer
@@ -129,6 +129,17 @@ async def test_attempt_that_has_not_ended_counts_until_now_and_what_has_no_price
     priced = settings.model_copy(update={"gpu_hour_price": 9.0})
     usage = await read_usage(session, priced, "key", date(2026, 3, 1), date(2026, 3, 3))
     assert rows(usage) == [(None, None, 48.0, 0, None, 48.0)]
+
+
+@pytest.mark.parametrize("by", get_args(UsageBy))
+async def test_days_are_selected_by_what_they_are_grouped_by_before_they_are_added_up(
+    session: AsyncSession, by: UsageBy
+) -> None:
+    connection = await session.connection()
+    query = usage_query(by, *YEAR).compile(dialect=connection.dialect)
+    plan = (await connection.exec_driver_sql(f"EXPLAIN {query}", query.params)).scalars().all()
+    assert any("dimension = " in line for line in plan), plan
+    assert not any("Filter: (usage." in line for line in plan), "all usage is read, and more rows are expected than are"
 
 
 def test_usage_is_shown_by_the_api_and_the_command(shared_api: ApiServer, anneal: Anneal) -> None:
