@@ -207,6 +207,7 @@ def test_page_streams_what_openais_client_gets(
         page = sign_in(context, stack.client)
         page.goto(f"/runs/{adapter}")
         page.locator(".head").get_by_role("link", name="Try it").click()
+        expect(page.get_by_role("log")).to_have_count(2)  # the models of the run are chosen
         page.get_by_text("Settings", exact=True).click()
         page.get_by_label("Temperature").fill("0")
         page.get_by_label("Maximum number of tokens").fill("12")
