@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from anneal.contracts.field_types import ModelName, PluginName, Strict, json_length
 from anneal.contracts.reward_patterns import MOST_PATTERN_CHARACTERS
+from anneal.contracts.reward_templates import COMPLETION, Template, template_columns
 
 _MOST_SCHEMA_CHARACTERS = 20_000
 _MOST_PARAMETER_CHARACTERS = 8_000
@@ -25,11 +26,20 @@ _OWN_PARAMETERS = {"model", "messages", "n", "stream", "stream_options", "tools"
 _MOST_BYTES = 64 * 1024
 """Limit for all rewards together: half of a trainer's largest record, which must contain the configuration."""
 
-_LONG = ("schema", "pattern", "extract", "sections", "model", "name", "options", "url", "rubric", "parameters")
+_LONG = (
+    "schema", "pattern", "extract", "sections", "model", "name", "options", "url", "rubric", "parameters", "messages",
+    "labels", "passing_labels", "input", "reference",
+)  # fmt: skip
 """Fields of a reward with unlimited length, which are the same after defaults are filled in."""
 
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MOST_PATTERN_CHARACTERS)]
 """Regular expression of Python's `re`, of bounded length: `reward_patterns` compiles it, in a process."""
+
+
+SimilarityMetric = Literal[
+    "fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
+]
+"""Measure of the similarity of two texts."""
 
 
 class _Weighted(Strict):
@@ -136,6 +146,35 @@ class FormatReward(_Weighted):
         return self
 
 
+class StringCheckReward(_Weighted):
+    """1 if the comparison of two texts is true, else 0."""
+
+    type: Literal["string_check"]
+    input: Template = Field(
+        default=COMPLETION, description="Template of the checked text; 0 if the completion has no such value."
+    )
+    reference: Template = Field(description="Template of the text that it is compared with.")
+    operation: Literal["eq", "ne", "like", "ilike"] = Field(
+        default="eq",
+        description="`eq`: both are equal; `ne`: they are not; `like`: `input` contains `reference`; `ilike`: the "
+        "same, ignoring case.",
+    )
+
+
+class TextSimilarityReward(_Weighted):
+    """Similarity of two texts, from 0 to 1."""
+
+    type: Literal["text_similarity"]
+    input: Template = Field(
+        default=COMPLETION, description="Template of the rated text; 0 if the completion has no such value."
+    )
+    reference: Template = Field(description="Template of the text that it is compared with.")
+    evaluation_metric: SimilarityMetric = Field(
+        description="`fuzzy_match`: twice the length of the longest common subsequence by the sum of both lengths, in "
+        "characters; `bleu`: of sacrebleu; `gleu`: of nltk; `rouge_…`: of rouge-score."
+    )
+
+
 class ModelReward(_Weighted):
     """Score of a reward model for prompt and completion."""
 
@@ -185,8 +224,18 @@ class HttpReward(ServiceReward):
     rows_per_request: int = Field(default=16, ge=1, le=1_000, description="Maximum number of completions in a request.")
 
 
+class JudgeMessage(Strict):
+    """Message to a judge."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Template
+
+
+_JudgeLabel = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^\S([^\r\n]*\S)?$")]
+
+
 class JudgeReward(ServiceReward):
-    """Mark that a chat model gives to the completion by a rubric, from 0 (the lower end of the scale) to 1."""
+    """Mark that a chat model gives to the completion, from 0 (the lower end of the scale) to 1."""
 
     type: Literal["judge"]
     url: ServiceUrl = Field(
@@ -194,17 +243,44 @@ class JudgeReward(ServiceReward):
         "`https://api.openai.com/v1`."
     )
     model: str = Field(min_length=1, max_length=200, description="Name of the model at that API.")
-    rubric: str = Field(
-        min_length=1, max_length=8_000, description="What is to be graded, and what earns which mark of the scale."
+    rubric: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=8_000,
+        description="What is to be graded, and what earns which mark of the scale. Needed without `messages`.",
+    )
+    messages: list[JudgeMessage] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=20,
+        description="Messages to the judge instead of `rubric`, each with `role` and `content`, a template; 0 if the "
+        "completion has no such value.",
     )
     scale: list[float] = Field(
         default=[1.0, 10.0], min_length=2, max_length=2, description="Lowest and highest mark that the judge may give."
+    )
+    labels: list[_JudgeLabel] | None = Field(
+        default=None, min_length=2, max_length=50, description="Labels that the judge chooses from, instead of a mark."
+    )
+    passing_labels: list[_JudgeLabel] | None = Field(
+        default=None, min_length=1, max_length=50, description="Labels with a score of 1; that of the others is 0."
     )
     parameters: dict[str, Any] = Field(
         default_factory=dict,
         description="Further fields of the requests, such as `max_tokens` or `reasoning_effort`; `temperature` is 0 "
         "unless it is given.",
     )
+
+    @model_validator(mode="after")
+    def _has_instructions(self) -> "JudgeReward":
+        if (self.rubric is None) is (self.messages is None):
+            raise PydanticCustomError("bad_instructions", "needs `rubric` or `messages`, and not both")
+        if (self.labels is None) is not (self.passing_labels is None):
+            raise PydanticCustomError("bad_instructions", "needs `labels` and `passing_labels`, or none of them")
+        if unknown := set(self.passing_labels or ()) - set(self.labels or ()):
+            message = "has `{label}` in `passing_labels`, which is not one of its `labels`"
+            raise PydanticCustomError("bad_instructions", message, {"label": min(unknown)})
+        return self
 
     @model_validator(mode="after")
     def _has_a_scale(self) -> "JudgeReward":
@@ -240,6 +316,8 @@ Reward = Annotated[
     | JsonSchemaReward
     | LengthReward
     | FormatReward
+    | StringCheckReward
+    | TextSimilarityReward
     | ModelReward
     | HttpReward
     | JudgeReward
@@ -304,6 +382,23 @@ def _not_too_long(rewards: Any) -> Any:
 
 Rewards = Annotated[list[Reward], Field(max_length=20), BeforeValidator(_not_too_long)]
 """All rewards of a run."""
+
+
+def templates_of(reward: Reward) -> list[str]:
+    """Return the templates of a reward, which refer to columns of the row."""
+    match reward:
+        case StringCheckReward() | TextSimilarityReward():
+            return [reward.input, reward.reference]
+        case JudgeReward():
+            return [message.content for message in reward.messages or ()]
+        case _:
+            return []
+
+
+def referenced_columns(rewards: Iterable[Reward]) -> list[str]:
+    """Return the columns of the row that templates of rewards refer to, each once."""
+    return list(dict.fromkeys(name for reward in rewards for name in template_columns(templates_of(reward))))
+
 
 WITH_ANSWER = ("exact_match", "numeric_match")
 """Types of rewards that compare a completion with the `answer` of its row."""

@@ -134,6 +134,7 @@ _OWN_CODES = (
     "bad_pattern",
     "bad_schema",
     "bad_bounds",
+    "bad_instructions",
     "bad_count",
     "bad_template",
     "bad_url",

@@ -5,9 +5,11 @@ Does not import torch.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from anneal.contracts.rewards import NumericMatchReward, Reward, needs_answer
+from anneal.contracts.reward_templates import missing_path
+from anneal.contracts.rewards import NumericMatchReward, Reward, needs_answer, templates_of
 
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\N{MINUS SIGN}])?[$€£]?((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
@@ -26,6 +28,12 @@ def answer_problem(rewards: Sequence[Reward], answer: str | None) -> str | None:
             f"its `answer` {answer[:100]!r} does not contain a number, but the reward `numeric_match` compares with one"
         )
     return None
+
+
+def item_problem(rewards: Sequence[Reward], item: Mapping[str, Any]) -> str | None:
+    """Return why templates of rewards cannot be filled in for a row; None if they can, or there are none."""
+    path = missing_path((template for reward in rewards for template in templates_of(reward)), item)
+    return None if path is None else f"it has no value for `{{{{ {path} }}}}`, to which a reward refers"
 
 
 def last_number(text: str) -> float | None:

@@ -12,9 +12,10 @@ from datasets import Dataset, Features, Json, List, Value
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from anneal.contracts.rewards import Reward
+from anneal.contracts.reward_templates import row_item
+from anneal.contracts.rewards import Reward, referenced_columns
 from worker.training.data import reader, tokenization
-from worker.training.data.answers import answer_problem
+from worker.training.data.answers import answer_problem, item_problem
 from worker.training.data.completions import Texts
 from worker.training.data.reader import RowSource
 from worker.training.data.remarks import NotedRows, Remark
@@ -126,11 +127,13 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, compared_by: Sequence[Reward] = ()) -> None:
         self._texts = Texts(tokenizer)
         self._rewards = compared_by
+        self._columns = referenced_columns(compared_by)
 
     def prepare(self, row: dict[str, Any], number: int) -> tuple[dict[str, Any], str]:
         """Return the row in the trainer's format, and its prompt as text."""
         prompt, answer = row["prompt"], row.get("answer")
-        problem = answer_problem(self._rewards, answer)
+        item = row_item(row, self._columns)
+        problem = answer_problem(self._rewards, answer) or item_problem(self._rewards, item)
         if problem is not None:
             raise BadRow(problem)
         for column in ("tools", "chat_template_kwargs"):
@@ -139,11 +142,12 @@ class PromptEncoder:
                     "write them into the prompt" if column == "tools" else "set a `chat_template` without variables"
                 )
                 raise BadRow(f"it has `{column}`, which the trainer does not pass to the model: {remedy}")
+        columns = {"prompt": prompt, "answer": answer, "item": json.dumps(item)}
         if isinstance(prompt, str):
-            return {"prompt": prompt, "answer": answer}, prompt
+            return columns, prompt
         chats, opens = self._texts.chats, {"add_generation_prompt": True}
         (chat,) = chats.fit_chats(number, row, prompt, **opens)
-        return {"prompt": chat.messages, "answer": answer}, chats.render(chat.messages, chat.options, **opens)
+        return {**columns, "prompt": chat.messages}, chats.render(chat.messages, chat.options, **opens)
 
     def encode(self, prepared: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], Ints]]:
         """Return each row with the token ids of its prompt."""
@@ -224,10 +228,11 @@ def read_comparisons(source: RowSource, tokenizer: PreTrainedTokenizerBase, *, m
 def read_prompts(
     source: RowSource, tokenizer: PreTrainedTokenizerBase, *, max_length: int, compared_by: Sequence[Reward]
 ) -> Pairs:
-    """Read prompts for `rlhf`: columns `prompt` (a text or messages), `answer` (a text or None) and `rows`.
+    """Read prompts for `rlhf`: columns `prompt` (a text or messages), `answer` (a text or None), `item` and `rows`.
 
-    A prompt of more than `max_length` tokens is left out: truncated, it would be another question. The trainer
-    tokenizes prompts as it generates, so there are no tokens to cache.
+    `item` has the columns that templates of rewards refer to, as JSON. A prompt of more than `max_length` tokens is
+    left out: truncated, it would be another question. The trainer tokenizes prompts as it generates, so there are no
+    tokens to cache.
 
     Raises:
         TrainingFailure: `bad_data` that names the lines, including rows whose answer cannot be used by a reward of
@@ -257,7 +262,8 @@ def read_prompts(
     remarks = _left_out_remark(too_long, done, why) + encoder.remarks(done)
     # As JSON: a table of structs would give each message and tool call the keys of all others.
     prompt = Value("string") if True in are_texts else Json()
-    features = Features({"prompt": prompt, "answer": Value("string"), "rows": List(Value("int64"))})
+    texts = {"answer": Value("string"), "item": Value("string")}
+    features = Features({"prompt": prompt, **texts, "rows": List(Value("int64"))})
     return Pairs(Dataset.from_list(taken, features=features), len(taken), tokens, highest, remarks)
 
 

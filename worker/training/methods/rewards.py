@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import regex
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
+from anneal.contracts.reward_templates import MissingValue, missing_path, render_template
 from anneal.contracts.rewards import (
     ExactMatchReward,
     FormatReward,
@@ -27,9 +28,13 @@ from anneal.contracts.rewards import (
     RegexReward,
     Reward,
     ServiceReward,
+    StringCheckReward,
+    TextSimilarityReward,
     metric_names,
+    templates_of,
 )
 from worker.training.data.answers import last_number
+from worker.training.methods.text_comparison import similarity
 
 _TIMEOUT_SECONDS = 1.0
 _MAX_TIMEOUTS = 3
@@ -43,6 +48,8 @@ class _Completion:
     text: str
     tokens: Sequence[int]
     answer: str | None
+    item: str
+    """Columns of the row that templates refer to, as JSON."""
 
 
 class _TimedOut(Exception):
@@ -75,17 +82,18 @@ class RewardFunction:
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         answer: Sequence[str | None] | None = None,
+        item: Sequence[str] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         """Return one reward per completion (a text or a list of messages); None where there is no reference answer."""
         answers = answer if answer is not None else [None] * len(completions)
+        items = item if item is not None else ["{}"] * len(completions)
         given_up_at = self.timeouts + _MAX_TIMEOUTS
         scores: list[float | None] = []
-        for completion, tokens, expected in zip(completions, completion_ids, answers, strict=True):
+        for completion, tokens, expected, of_row in zip(completions, completion_ids, answers, items, strict=True):
             given_up = self.timeouts >= given_up_at
-            scores.append(
-                0.0 if given_up else self._score_completion(_Completion(_completion_text(completion), tokens, expected))
-            )
+            text = _completion_text(completion)
+            scores.append(0.0 if given_up else self._score_completion(_Completion(text, tokens, expected, of_row)))
             self.alive()
         return scores
 
@@ -138,6 +146,10 @@ def _build_scorer(reward: Reward, tokenizer: Any) -> Callable[[_Completion], flo
             return _length_scorer(reward, frozenset(tokenizer.all_special_ids))
         case FormatReward():
             return _format_scorer(reward)
+        case StringCheckReward():
+            return _comparison_scorer(reward, _STRING_CHECKS[reward.operation])
+        case TextSimilarityReward():
+            return _comparison_scorer(reward, similarity(reward.evaluation_metric))
         case ModelReward() | PluginReward() | ServiceReward():
             raise TypeError(f"a reward of type {reward.type} is not built in here")
 
@@ -237,6 +249,30 @@ def _format_scorer(reward: FormatReward) -> Callable[[_Completion], float]:
     tags = re.compile(f"</?(?:{'|'.join(map(re.escape, reward.sections))})>")
     expected = [tag for section in reward.sections for tag in (f"<{section}>", f"</{section}>")]
     return lambda completion: float(tags.findall(completion.text) == expected)
+
+
+_STRING_CHECKS: Mapping[str, Callable[[str, str], float]] = {
+    "eq": lambda text, reference: float(text == reference),
+    "ne": lambda text, reference: float(text != reference),
+    "like": lambda text, reference: float(reference in text),
+    "ilike": lambda text, reference: float(reference.casefold() in text.casefold()),
+}
+
+
+def _comparison_scorer(
+    reward: StringCheckReward | TextSimilarityReward, compare: Callable[[str, str], float]
+) -> Callable[[_Completion], float | None]:
+    def judge(completion: _Completion) -> float | None:
+        item = json.loads(completion.item)
+        if missing_path(templates_of(reward), item) is not None:
+            return None
+        try:
+            texts = [render_template(template, item, completion.text) for template in templates_of(reward)]
+        except MissingValue:
+            return 0.0  # the completion is not JSON with such a member
+        return compare(*texts)
+
+    return judge
 
 
 def _json_schema(reward: JsonSchemaReward) -> Callable[[_Completion], float]:

@@ -10,6 +10,7 @@ from trl import SFTConfig
 
 from anneal.contracts.attempt.messages import TrainingResult
 from anneal.contracts.prompts import PredictOptions
+from anneal.contracts.rewards import referenced_columns
 from anneal.contracts.training_config.resolution import Replacement
 from worker.training.context import TrainingContext
 from worker.training.data import reader
@@ -53,7 +54,8 @@ def predict_rows(run: TrainingContext, replaced: list[Replacement]) -> TrainingR
         )
     total = run.dataset.rows or reader.count_rows(str(run.dataset.path))
     answers = AnswersFile(run, total)
-    encoder = PromptEncoder(setup.tokenizer, options.system_prompt, longest_prompt)
+    columns = referenced_columns(options.rewards)
+    encoder = PromptEncoder(setup.tokenizer, options.system_prompt, longest_prompt, columns)
     with loaded_trainer(run, setup) as trainer:
         model = trainer.accelerator.unwrap_model(trainer.model).eval()
         # Before the batches, as its reward models take memory.

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from anneal.contracts.reward_templates import row_item
 from worker.training.data.completions import Texts
 from worker.training.data.remarks import Remark
 from worker.training.data.tokenization import BadRow, Ints
@@ -30,16 +31,25 @@ class Prompt:
     """Messages for the model: `content`, with the system message of the options if it has none."""
     problem: str | None = None
     """Reason why the model cannot answer."""
+    item: str = "{}"
+    """Columns of the row that templates of rewards refer to, as JSON."""
 
 
 class PromptEncoder:
     """Encoder of rows of the formats `chat`, `prompt_completion` and `prompt`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, most_tokens: int) -> None:
-        """Prepare an encoder; a prompt of more than `most_tokens` has no answer."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None,
+        most_tokens: int,
+        columns: Sequence[str] = (),
+    ) -> None:
+        """Prepare an encoder; a prompt of more than `most_tokens` has no answer. `columns` become its `item`."""
         self._texts = Texts(tokenizer)
         self._system_prompt = system_prompt
         self._most_tokens = most_tokens
+        self._columns = columns
 
     def prepare(self, row: dict[str, Any], number: int) -> tuple[Prompt, bool, str]:
         """Return the prompt without its tokens, True for a chat, and the text that the model receives."""
@@ -51,8 +61,12 @@ class PromptEncoder:
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             problem = f"the row has no prompt that can be read ({type(error).__name__}: {error})"
             return Prompt(number, "", None, None, problem=problem), False, ""
+        item = row_item(row, self._columns)
+        if item.get("answer", "") is None:  # another format has it elsewhere
+            item["answer"] = reference
+        prompt = Prompt(number, content, reference, None, messages, item=json.dumps(item))
         if isinstance(messages, str):
-            return Prompt(number, content, reference, None, messages), False, messages
+            return prompt, False, messages
         opens = {"add_generation_prompt": True}
         try:
             if not messages:
@@ -60,8 +74,8 @@ class PromptEncoder:
             (chat,) = self._texts.chats.fit_chats(number, row, messages, **opens)
             text = self._texts.chats.render(chat.messages, chat.options, **opens)
         except BadRow as error:
-            return Prompt(number, content, reference, None, messages, str(error)), True, ""
-        return Prompt(number, content, reference, None, messages), True, text
+            return replace(prompt, problem=str(error)), True, ""
+        return prompt, True, text
 
     def _with_system_prompt(self, content: str | Messages) -> str | Messages:
         if self._system_prompt is None:

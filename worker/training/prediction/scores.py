@@ -1,7 +1,6 @@
 """Scores of answers: comparisons with the references by the libraries that define them, and rewards."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +9,7 @@ from anneal.contracts.prompts import SCORES, PredictOptions
 from anneal.contracts.rewards import metric_names
 from worker.training.context import TrainingContext
 from worker.training.methods.rlhf import build_rewards
+from worker.training.methods.text_comparison import corpus_metric, rouge_l
 from worker.training.prediction.generation import Answer
 from worker.training.prediction.rows import Prompt
 from worker.training.reward_services.service_scorer import add_usage, take_usage
@@ -22,18 +22,7 @@ Compare = Callable[[str, str], float | None]
 @cache
 def _comparisons() -> Mapping[str, Compare]:
     """Return the scores by a reference, by name."""
-    # Not for every training process: nltk, of rouge-score, takes half a second to import.
-    from rouge_score.scoring import fmeasure
-    from rouge_score.tokenizers import DefaultTokenizer
-
-    words, bleu, chrf = DefaultTokenizer(), _corpus_metric("bleu", effective_order=True), _corpus_metric("chrf")
-
-    def rouge_l(text: str, reference: str) -> float:
-        # As `RougeScorer(["rougeL"])`, whose table takes seconds for long texts, in which nothing else is generated.
-        answer, expected = words.tokenize(text), words.tokenize(reference)
-        common = _common_length(answer, expected)
-        return float(fmeasure(common / len(answer), common / len(expected))) if common else 0.0
-
+    bleu, chrf = corpus_metric("bleu", effective_order=True), corpus_metric("chrf")
     return {
         "exact_match": lambda text, reference: float(text.strip() == reference.strip()),
         # Every text contains an empty one.
@@ -42,29 +31,6 @@ def _comparisons() -> Mapping[str, Compare]:
         "bleu": lambda text, reference: float(bleu.sentence_score(text, [reference]).score),
         "chrf": lambda text, reference: float(chrf.sentence_score(text, [reference]).score),
     }
-
-
-def _common_length(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence, computed with a bit for each item of `first`.
-
-    Hyyrö, "Bit-parallel LCS-length computation revisited", 2004.
-    """
-    places: dict[str, int] = defaultdict(int)
-    for at, word in enumerate(first):
-        places[word] |= 1 << at
-    every = unmatched = (1 << len(first)) - 1
-    for word in second:
-        matches = unmatched & places.get(word, 0)
-        unmatched = ((unmatched + matches) | (unmatched - matches)) & every
-    return len(first) - unmatched.bit_count()
-
-
-def _corpus_metric(name: str, **options: Any) -> Any:
-    """Return a metric of sacrebleu."""
-    from sacrebleu.metrics.bleu import BLEU
-    from sacrebleu.metrics.chrf import CHRF
-
-    return {"bleu": BLEU, "chrf": CHRF}[name](**options)
 
 
 class Scorer:
@@ -123,6 +89,7 @@ class Scorer:
                 completions=[[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts,
                 completion_ids=[answer.tokens for answer in answers],
                 answer=[prompt.reference for prompt in prompts],
+                item=[prompt.item for prompt in prompts],
             )
         finally:
             self._state.reward_usage = add_usage(self._state.reward_usage, take_usage([function]))
@@ -136,7 +103,7 @@ class Totals:
         self._names = names
         self._sums: dict[str, float] = dict.fromkeys(names, 0.0)
         self._counts: dict[str, int] = dict.fromkeys(names, 0)
-        self._corpora = {name: _corpus_metric(name) for name in ("bleu", "chrf")}
+        self._corpora = {name: corpus_metric(name) for name in ("bleu", "chrf")}
         self._statistics: dict[str, list[float]] = {}
         self._answered = self._cut = self._tokens = 0
 

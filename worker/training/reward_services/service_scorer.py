@@ -35,6 +35,8 @@ class Row:
     completion: str
     reference: str | None
     """None: the row of the dataset has no answer to compare with."""
+    item: str = "{}"
+    """Columns of the row that templates refer to, as JSON."""
 
 
 class ServiceScorer(ABC):
@@ -70,6 +72,7 @@ class ServiceScorer(ABC):
         prompts: Sequence[Any],
         completions: Sequence[Any],
         answer: Sequence[str | None] | None = None,
+        item: Sequence[str] | None = None,
         **_columns: Any,
     ) -> list[float | None]:
         """Return one score per completion (a text or a list of messages), in order; None: it is missing.
@@ -78,9 +81,10 @@ class ServiceScorer(ABC):
             TrainingFailure: `reward_unavailable`: too many scores are missing, or no call can succeed.
         """
         references = answer if answer is not None else [None] * len(completions)
+        items = item if item is not None else ["{}"] * len(completions)
         rows = [
-            Row(prompt, completion if isinstance(completion, str) else completion[-1]["content"] or "", reference)
-            for prompt, completion, reference in zip(prompts, completions, references, strict=True)
+            Row(prompt, text if isinstance(text, str) else text[-1]["content"] or "", reference, of_row)
+            for prompt, text, reference, of_row in zip(prompts, completions, references, items, strict=True)
         ]
         size = self._rows_per_call
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -7,6 +7,8 @@ from anneal.contracts import rewards
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import DEFAULT_METHOD, METHODS, method_of, predict_options, rewards_of
 from anneal.contracts.prompts import PREDICTABLE_FORMATS
+from anneal.contracts.reward_templates import MESSAGES
+from app.runs.creating.validation.rewards import valid_rewards
 from app.tables.datasets import Dataset
 
 
@@ -45,6 +47,16 @@ def data_problems(config: Mapping[str, Any], place: str, dataset: Dataset, split
             "none; upload it with answers, or choose other rewards and scores"
         )
         yield FieldError(field=place, code="no_answers", message=message)
+    # Datasets of prompts have `messages` as `prompt`; in predictions on other formats the reference is the `answer`.
+    columns = {*dataset.columns, MESSAGES, *(() if dataset.format == "prompt" else ("answer",))}
+    for name in rewards.referenced_columns(valid_rewards(config)):
+        if name not in columns:
+            there = ", ".join(f"`{column}`" for column in dataset.columns[:10])
+            message = (
+                f"a reward refers to `{{{{ item.{name[:60]} }}}}`, and this dataset has no column of this name; it has "
+                f"{there}"
+            )
+            yield FieldError(field=place, code="missing_column", message=message)
     # A plugin decides itself how it uses the file.
     has_plugin = isinstance(extra, Mapping) and bool(extra.get("data_source"))
     is_split = splits and not has_plugin and isinstance(part, int | float) and 0 < part < 1

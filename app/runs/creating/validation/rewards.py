@@ -4,13 +4,14 @@ import asyncio
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import rewards_of
-from anneal.contracts.rewards import Rewards
+from anneal.contracts.rewards import Reward, Rewards
 from anneal.contracts.training_config.rules import field_error
 from app.api.errors import ApiError
 from app.config import Settings
@@ -26,6 +27,15 @@ _POOL = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rewards")
 _REWARDS: TypeAdapter[Any] = TypeAdapter(Rewards)
 _COMPILED = {"pattern": "bad_pattern", "extract": "bad_pattern", "schema": "bad_schema"}
 """Fields of a reward that are compiled, with the code of their errors."""
+
+
+def valid_rewards(config: Mapping[str, Any]) -> list[Reward]:
+    """Return the rewards of a configuration, without those that have errors."""
+    valid: list[Reward] = []
+    for _, reward in rewards_of(config):
+        with suppress(ValidationError):
+            valid += _REWARDS.validate_python([dict(reward)])
+    return valid
 
 
 async def reward_problems(settings: Settings, config: Mapping[str, Any]) -> list[FieldError]:

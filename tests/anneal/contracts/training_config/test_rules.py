@@ -208,6 +208,11 @@ GOOD: list[dict[str, Any]] = [
     {"type": "http", "url": "http://[fd00::1]:8080/v1/score_(a);b=c", "weight": -1.0},
     {"type": "judge", "url": "https://api.example.com/v1", "model": "org/grader", "rubric": "10: polite, 1: {rude}."},
     {"type": "judge", "url": "https://host", "model": "m", "rubric": "r", "scale": [-1, 2], "parameters": {"seed": 7}},
+    {"type": "judge", "url": "https://host", "model": "m", "labels": ["very good", "bad"], "passing_labels": ["bad"],
+     "messages": [{"role": "user", "content": "{{ item.a-b.0 }}: {{ sample.output_json }}"}]},
+    {"type": "string_check", "reference": "yes"},
+    {"type": "string_check", "input": "{{ sample.output_json.a }}", "reference": "{{ item.a }}", "operation": "ilike"},
+    {"type": "text_similarity", "reference": "{{ item.answer }}", "evaluation_metric": "rouge_2"},
 ]  # fmt: skip
 JUDGE = {"type": "judge", "url": "https://host", "model": "m", "rubric": "r"}
 BAD: list[tuple[Any, str, str, str]] = [
@@ -246,7 +251,16 @@ BAD: list[tuple[Any, str, str, str]] = [
     ({"type": "http", "url": "https://host", "rows_per_request": 0}, ".rows_per_request", "out_of_range", "greater"),
     ({"type": "http", "url": "https://host", "timeout_seconds": 601}, ".timeout_seconds", "out_of_range", "600"),
     ({"type": "http", "url": "https://host", "api_key": "k"}, ".api_key", "unknown_field", "not a field"),
-    ({"type": "judge", "url": "https://host", "model": "m"}, ".rubric", "missing", "required"),
+    ({"type": "string_check"}, ".reference", "missing", "required"),
+    ({"type": "string_check", "reference": "{{ answer }}"}, ".reference", "bad_template", "`{{ item.column }}`"),
+    ({"type": "string_check", "reference": "{{ item.a"}, ".reference", "bad_template", "without `}}`"),
+    ({"type": "text_similarity", "reference": "a", "evaluation_metric": "cosine"}, ".evaluation_metric",
+     "unknown_value", "fuzzy_match"),
+    ({"type": "judge", "url": "https://host", "model": "m"}, "", "bad_instructions", "`rubric` or `messages`"),
+    ({**JUDGE, "messages": [{"role": "user", "content": "a"}]}, "", "bad_instructions", "not both"),
+    ({**JUDGE, "labels": ["a", "b"]}, "", "bad_instructions", "`passing_labels`"),
+    ({**JUDGE, "labels": ["a", "b"], "passing_labels": ["c"]}, "", "bad_instructions", "has `c`"),
+    ({**JUDGE, "labels": ["a\nb", "b"], "passing_labels": ["b"]}, ".labels.0", "invalid_name", "characters"),
     ({**JUDGE, "rubric": ""}, ".rubric", "out_of_range", "at least 1"),
     ({**JUDGE, "rubric": "r" * 8001}, ".rubric", "out_of_range", "8000"),
     ({**JUDGE, "scale": [1]}, ".scale", "out_of_range", "at least 2"),
@@ -267,7 +281,20 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 KINDS = st.sampled_from(
-    ["exact_match", "numeric_match", "regex", "json_schema", "length", "format", "model", "http", "judge", "x"]
+    [
+        "exact_match",
+        "numeric_match",
+        "regex",
+        "json_schema",
+        "length",
+        "format",
+        "string_check",
+        "text_similarity",
+        "model",
+        "http",
+        "judge",
+        "x",
+    ]
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from anneal.contracts.rewards import Reward
-from worker.training.data.answers import answer_problem
+from worker.training.data.answers import answer_problem, item_problem
 
 
 def reward(**fields: Any) -> Reward:
@@ -27,3 +27,10 @@ def test_no_answer_is_bad_where_one_is_needed() -> None:
     for kind in ("exact_match", "numeric_match"):
         assert "no `answer`" in (answer_problem([reward(type=kind)], None) or "")
     assert answer_problem([reward(type="length", max=3)], None) is None
+
+
+def test_row_without_a_value_that_a_reward_refers_to_is_named_with_its_path() -> None:
+    compares = [reward(type="length", max=3), reward(type="string_check", reference="{{ item.facts.unit }}")]
+    for item in ({}, {"facts": None}, {"facts": {"unit": None}}):
+        assert item_problem(compares, item) == "it has no value for `{{ item.facts.unit }}`, to which a reward refers"
+    assert item_problem(compares, {"facts": {"unit": 0}}) is item_problem([], {}) is None

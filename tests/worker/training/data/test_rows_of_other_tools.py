@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer, chat_template_utils
 
+from anneal.contracts.rewards import Reward
 from anneal.contracts.training_config.fields import TrainingConfig
 from app.datasets import formats
 from tests.worker.training.data.test_chat_template import tokenizer_of
@@ -373,3 +375,14 @@ def test_prompts_of_rlhf_keep_the_arguments_of_each_call(model: Path, tmp_path: 
     for row, prompt in zip(read.dataset, prompts, strict=True):
         assert row["prompt"][:3] == prompt[:3] and row["prompt"][3] == JOINED[0]
     assert [remark["count"] for remark in read.remarks] == [2]
+
+
+def test_prompts_of_rlhf_have_the_columns_that_their_rewards_refer_to(model: Path, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "1 + 1?"}], "solution": {"value": 2}, "other": 3}
+    path = write_rows(tmp_path / "rows.jsonl", [formats.validate_row("prompt", row)])
+    source = RowSource(str(path), "prompt", None, None, "training", lambda done, total: None, TokenCache())
+    templates = {"input": "{{ item.messages.0.content }}", "reference": "{{ item.solution.value }}"}
+    check: Any = TypeAdapter(Reward).validate_python({"type": "string_check", **templates})
+    read = preferences.read_prompts(source, tokenizer_of("qwen3", model), max_length=LENGTH, compared_by=[check])
+    (prompt,) = read.dataset
+    assert json.loads(prompt["item"]) == {"messages": row["messages"], "solution": {"value": 2}}

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sacrebleu
 from pydantic import TypeAdapter
+from rouge_score.rouge_scorer import RougeScorer
 
 from anneal.contracts.rewards import Reward, needs_answer
 from worker.training.methods import rewards
@@ -27,12 +29,13 @@ def reward(**fields: Any) -> Reward:
     return configured
 
 
-def judge(fields: dict[str, Any], *completions: str, answer: str | None = None) -> list[float | None]:
+def judge(fields: dict[str, Any], *completions: str, answer: str | None = None, item: Any = None) -> list[float | None]:
     """What a reward gives to completions of rows with the same answer."""
     (function,) = build_reward_functions([reward(**fields)], TOKENIZER)
     ids = [[1, *range(2, 2 + len(text)), 0] for text in completions]
     answers = {} if answer is None else {"answer": [answer] * len(completions)}
-    return list(function(["?"] * len(completions), list(completions), ids, **answers))
+    items = {} if item is None else {"item": [json.dumps(item)] * len(completions)}
+    return list(function(["?"] * len(completions), list(completions), ids, **answers, **items))
 
 
 class TestExactMatch:
@@ -141,6 +144,63 @@ class TestLength:
     def test_special_tokens_do_not_count_nor_do_spaces_between_words(self) -> None:
         assert judge({"type": "length", "min": 3, "max": 3}, "abc", "ab", "abcd") == [1, 0, 0]
         assert judge({"type": "length", "unit": "words", "max": 2}, " a \n b ", "a b c") == [1, 0]
+
+
+class TestStringCheck:
+    @pytest.mark.parametrize(
+        ("operation", "scores"),
+        [("eq", [1, 0, 0, 0]), ("ne", [0, 1, 1, 1]), ("like", [1, 0, 1, 0]), ("ilike", [1, 1, 1, 0])],
+    )
+    def test_completion_is_compared_with_a_column_of_its_row(self, operation: str, scores: list[float]) -> None:
+        fields = {"type": "string_check", "reference": "{{ item.city.name }}", "operation": operation}
+        texts = ["Paris", "paris", "in Paris.", "Rome"]
+        assert judge(fields, *texts, item={"city": {"name": "Paris"}}) == scores
+
+    def test_completion_without_the_member_that_is_checked_gets_0_whatever_the_operation(self) -> None:
+        fields = {"type": "string_check", "input": "{{ sample.output_json.n }}", "reference": "4"}
+        for operation, right in (("eq", 1), ("ne", 0)):
+            checks = {**fields, "operation": operation}
+            assert judge(checks, '{"n": 4}', '{"n": 5}', '{"m": 4}', "4") == [right, 1 - right, 0, 0]
+
+    def test_row_without_a_value_gives_no_score(self) -> None:
+        fields = {"type": "string_check", "reference": "{{ item.answer }}"}
+        assert judge(fields, "", "4", item={"answer": None}) == [None, None]
+
+
+class TestTextSimilarity:
+    TEXT = "A quick brown fox, it jumps over the lazy dogs and sleeps."
+    REFERENCE = "The quick brown fox jumps over the lazy dog and then it sleeps!"
+
+    def similarity(self, metric: str, text: str = TEXT, reference: str = REFERENCE) -> float:
+        fields = {"type": "text_similarity", "reference": "{{ item.answer }}", "evaluation_metric": metric}
+        (score,) = judge(fields, text, item={"answer": reference})
+        assert score is not None and 0 <= score <= 1
+        return score
+
+    @pytest.mark.parametrize("metric", ["rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"])
+    def test_rouge_is_that_of_rouge_score(self, metric: str) -> None:
+        name = "rougeL" if metric == "rouge_l" else metric.replace("_", "")
+        expected = RougeScorer([name]).score(self.REFERENCE, self.TEXT)[name].fmeasure
+        assert self.similarity(metric) == pytest.approx(expected)
+
+    def test_bleu_is_that_of_sacrebleu(self) -> None:
+        expected = sacrebleu.sentence_bleu(self.TEXT, [self.REFERENCE]).score
+        assert self.similarity("bleu") == pytest.approx(expected / 100) and expected > 10
+
+    def test_gleu_is_the_smaller_of_precision_and_recall_of_n_grams(self) -> None:
+        # Of 4 + 3 + 2 + 1 n-grams of the longer text, `a b c` and `a b` have 3 + 2 + 1 and 2 + 1 in common with it.
+        assert self.similarity("gleu", "a b c", "a b c d") == pytest.approx(6 / 10)
+        assert self.similarity("gleu", "a b c d", "a b") == pytest.approx(3 / 10)
+
+    def test_fuzzy_match_is_the_share_of_characters_in_the_longest_common_subsequence(self) -> None:
+        # As `rapidfuzz.fuzz.ratio("this is a test", "this is a test!")` = 96.55.
+        assert self.similarity("fuzzy_match", "this is a test", "this is a test!") == pytest.approx(28 / 29)
+        assert self.similarity("fuzzy_match", "abcd", "xbxdx") == pytest.approx(4 / 9)
+
+    @pytest.mark.parametrize("metric", ["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_l"])
+    def test_equal_texts_have_1_and_texts_of_nothing_in_common_0(self, metric: str) -> None:
+        assert self.similarity(metric, "one two three four", "one two three four") == pytest.approx(1)
+        assert self.similarity(metric, "ab", "xyz w") == self.similarity(metric, "", "xyz w") == 0
 
 
 class TestFormat:

@@ -21,7 +21,9 @@ BLOCKS: list[tuple[str, str]] = BLOCK.findall(GUIDE)
 
 def test_configurations_of_the_guides_are_valid() -> None:
     configs = [json.loads(block) for kind, block in BLOCKS if kind == "json" and '"rlhf"' in block]
-    assert [reward["type"] for config in configs for reward in config["rlhf"]["rewards"]] == ["http", "judge"]
+    assert [reward["type"] for config in configs for reward in config["rlhf"]["rewards"]] == [
+        "string_check", "text_similarity", "http", "judge",
+    ]  # fmt: skip
     for config in configs:
         assert config_errors({"base_model": "tiny", "method": "rlhf", **config}, has_eval_dataset=False) == []
     predictions = (ROOT / "docs" / "guides" / "predictions.md").read_text()

@@ -138,3 +138,46 @@ def test_judge_that_never_replies_with_a_number_fails_the_run(
     service.answer = lambda body: says("I cannot grade this.")
     with pytest.raises(TrainingFailure, match=r"missing for 12 of the last 12 completions: .*'I cannot grade this\.'"):
         score(judge(), *["a"] * 12)
+
+
+MESSAGES = [
+    {"role": "developer", "content": "Compare with {{ item.solution }}."},
+    {"role": "user", "content": "{{ sample.output_json.value }}"},
+]
+
+
+def test_messages_of_templates_are_sent_with_the_values_of_row_and_completion(
+    service: RewardService, judge: Callable[..., Judge]
+) -> None:
+    function = judge(rubric=None, messages=MESSAGES, scale=[0, 1])
+    service.replies = [Reply(says("0.25"))]
+    item = json.dumps({"solution": 4})
+    assert function(prompts=["why"], completions=['{"value": "{{ item.x }}"}'], item=[item]) == [0.25]
+    (call,) = service.calls
+    system, user = call.json["messages"]
+    form = "Reply with one number from 0 to 1, and with nothing else."
+    assert system == {"role": "developer", "content": f"Compare with 4.\n\n{form}"}
+    assert user == {"role": "user", "content": "{{ item.x }}"}, "a completion is no template"
+    function = judge(rubric=None, messages=MESSAGES[1:])
+    function(prompts=["why"], completions=['{"value": 4}'], item=[item])
+    assert [message["role"] for message in service.calls[-1].json["messages"]] == ["system", "user"]
+
+
+def test_completion_without_the_member_that_is_judged_gets_0_without_a_call(
+    service: RewardService, judge: Callable[..., Judge]
+) -> None:
+    function = judge(rubric=None, messages=MESSAGES)
+    assert function(prompts=["why"] * 2, completions=["4", "{}"], item=['{"solution": 4}'] * 2) == [0, 0]
+    assert function(prompts=["why"], completions=['{"value": 4}'], item=['{"solution": null}']) == [None]
+    assert not service.calls
+
+
+def test_label_of_a_judge_is_a_score_and_anything_else_is_requested_once_more(
+    service: RewardService, judge: Callable[..., Judge]
+) -> None:
+    function = judge(labels=["very good", "good", "bad"], passing_labels=["very good", "good"])
+    service.replies = [Reply(says(text)) for text in ("<think>bad?</think> very good\n", "bad", "Good", "good", "1")]
+    assert [score(function, "a") for _ in range(3)] == [[1.0], [0.0], [1.0]]
+    form = "Reply with one of these labels, and with nothing else:\nvery good\ngood\nbad"
+    assert service.calls[0].json["messages"][0]["content"].endswith(form)
+    assert service.calls[3].json["messages"][-1] == {"role": "user", "content": form}
