@@ -50,6 +50,19 @@ def from_openai_pair(row: Row) -> Row:
     return {**pair, **extra, **rest}
 
 
+def from_openai_prompt(row: Row) -> Row:
+    """Convert a row of OpenAI's reinforcement fine-tuning: its messages end with the question to the model."""
+    messages = check_messages(row["messages"], "messages")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(
+            "answer_after_prompt",
+            "`messages` ends with a message of the role `assistant`, and those of the first row do not, so that its "
+            "rows are prompts; remove the answer here, or add the missing ones",
+        )
+    rest = {key: value for key, value in row.items() if key != "messages"}
+    return {"prompt": messages, **rest}
+
+
 def split_prompt(row: Row) -> Row:
     """Split a pair whose answers contain the prompt into prompt and answers.
 

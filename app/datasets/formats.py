@@ -1,7 +1,7 @@
 """Dataset formats: validation of rows, and format detection by column names."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from app.datasets.conversion import (
@@ -9,6 +9,7 @@ from app.datasets.conversion import (
     OPENAI_PAIR,
     from_alpaca,
     from_openai_pair,
+    from_openai_prompt,
     from_sharegpt,
     required_value,
     split_prompt,
@@ -47,6 +48,18 @@ def detect_format(columns: Iterable[str]) -> str:
         "`text`, `chosen` and `rejected`, `prompt`, `completion` and `label`, `prompt`, or `input_ids`; use `columns` "
         f"to rename yours: {there}",
     )
+
+
+def detect_row_format(row: Row) -> str:
+    """Detect the format of a row as `detect_format` does, but messages without an answer are a prompt."""
+    format, messages = detect_format(row), row.get("messages")
+    if format != "chat" or "prompt" in row or not isinstance(messages, list):
+        return format
+    return format if any(map(_is_of_assistant, messages)) else "prompt"
+
+
+def _is_of_assistant(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def layout_of(columns: Iterable[str]) -> str | None:
@@ -95,8 +108,8 @@ def _validate_chat(row: Row) -> Row:
     if all(message["role"] != "assistant" for message in row["messages"]):
         raise BadRow(
             "no_assistant_message",
-            "`messages` has no message of the role `assistant` to train on; to train on prompts (`rlhf`), rename the "
-            'column: `columns` = {"prompt": "messages"}',
+            "`messages` has no message of the role `assistant` to train on; to train on prompts (`rlhf`), set the "
+            "field `format` to prompt before the file",
         )
     return row
 
@@ -143,6 +156,8 @@ def _validate_rated(row: Row) -> Row:
 
 
 def _validate_prompt(row: Row) -> Row:
+    if "prompt" not in row and "messages" in row:
+        row = from_openai_prompt(row)
     prompt = required_value(row, "prompt", "prompt")
     if isinstance(prompt, list):
         row = check_chats(row, "prompt")

@@ -134,7 +134,7 @@ class RowWriter:
         if self._is_table:
             row = {name: self._parse_cell(name, value) for name, value in row.items() if _has_value(name, value)}
         if self.format is None:
-            self.format = formats.detect_format(row)
+            self.format = formats.detect_row_format(row)
         if not self.count:
             self.layout = formats.layout_of(row) if self.format == "chat" else None
         valid_row = formats.validate_row(self.format, row)

@@ -109,7 +109,7 @@ def test_what_no_template_knows_is_converted(row: dict[str, Any], stored: dict[s
         (chat(USER, ANSWER, chat_template_kwargs="["), "invalid_json", "`chat_template_kwargs`"),
         (chat(USER, ANSWER, chat_template_kwargs={"tokenize": True}), "reserved_key", "_kwargs.tokenize`"),
         (chat(USER, ANSWER, chat_template_kwargs={"tools": []}), "reserved_key", "the column `tools`"),
-        (chat(USER), "no_assistant_message", '{"prompt": "messages"}'),
+        (chat(USER), "no_assistant_message", "set the field `format` to prompt"),
         ({"prompt": [USER], "completion": "a"}, "wrong_type", "`completion`"),
         ({"prompt": [USER], "completion": [USER]}, "no_assistant_message", "`completion`"),
         ({"prompt": [USER], "completion": [{**ANSWER, "weight": 0}]}, "weight_without_effect", "`completion[0]."),
