@@ -23,6 +23,7 @@ import app.models.endpoints
 import app.openai.chat
 import app.openai.files
 import app.openai.jobs.endpoints
+import app.openai.jobs.graders
 import app.openai.models
 import app.prometheus.endpoints
 import app.runs.endpoints
@@ -147,7 +148,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.audit.endpoints,
     ):
         api.include_router(resource.router, prefix="/v1", dependencies=[Depends(refuse_unknown_parameters)])
-    for compatible in (app.openai.models, app.openai.files, app.openai.jobs.endpoints, app.openai.chat):
+    for compatible in (
+        app.openai.models,
+        app.openai.files,
+        app.openai.jobs.endpoints,
+        app.openai.jobs.graders,
+        app.openai.chat,
+    ):
         api.include_router(
             compatible.router,
             prefix="/openai/v1",

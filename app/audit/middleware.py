@@ -21,6 +21,8 @@ CHANGES_NOTHING = {
     ("POST", "/v1/runs/validate"),
     ("POST", "/openai/v1/chat/completions"),  # the creation of a serving run is recorded
     ("POST", "/openai/v1/completions"),
+    ("POST", "/openai/v1/fine_tuning/alpha/graders/validate"),
+    ("POST", "/openai/v1/fine_tuning/alpha/graders/run"),
 }
 
 

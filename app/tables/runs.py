@@ -173,6 +173,8 @@ class Run(Owned, Base):
     """First run of the fine-tuning job that this run continues; null unless that job was resumed with it."""
     job_metadata: Mapped[dict[str, Any] | None]
     """`metadata` of the fine-tuning job whose first run this is."""
+    job_grader: Mapped[dict[str, Any] | None]
+    """`grader` of the fine-tuning job whose first run this is, if its type is `reinforcement`."""
 
     pinned: Mapped[bool] = mapped_column(server_default=text("false"))
     """Excluded from retention at any age."""

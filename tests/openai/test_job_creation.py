@@ -167,7 +167,6 @@ def test_batch_is_divided_among_the_devices(api: ApiServer, client: openai.OpenA
         ({"training_file": 7}, "training_file", "string_type"),
         ({"validation_file": "file-none"}, "validation_file", "file_not_found"),
         ({"method": {"type": "dpo"}}, "training_file", "wrong_dataset_format"),
-        ({"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}}, "method.type", "not_supported"),
         ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo", "conflict"),
         ({"method": {"type": "other"}}, "method.type", "literal_error"),
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "value_error"),

@@ -42,10 +42,12 @@ def import_jobs(
     to.mkdir(parents=True, exist_ok=True)
     for job in jobs:
         path = to / f"{_NO_NAME.sub('_', Path(str(job['id'])).name)}.yaml"
-        text = _run_file(job, model, files.absolute(), path.name)
-        if text is None:
-            print_note(f"{job['id']} is left out: its graders have no counterpart. Train with `--method rlhf` instead.")
-        elif path.exists():
+        try:
+            text = _run_file(job, model, files.absolute(), path.name)
+        except ValueError as error:
+            print_note(f"{job['id']} is left out: {error}. Train it with method `rlhf` and rewards of your own.")
+            continue
+        if path.exists():
             print_note(f"{path} exists, and is kept.")
         else:
             path.write_text(text)
@@ -67,18 +69,17 @@ def _parse_jobs(text: str) -> Iterator[dict[str, Any]]:
         yield job
 
 
-def _run_file(job: Mapping[str, Any], model: str, files: Path, name: str) -> str | None:
-    """Return the run file of a job; None for a method without counterpart."""
+def _run_file(job: Mapping[str, Any], model: str, files: Path, name: str) -> str:
+    """Return the run file of a job; raise `ValueError` with the reason if its grader has no counterpart."""
     method = (job.get("method") or {}).get("type", "supervised")
-    if method == "reinforcement":
-        return None
     data = {"dataset_id": job["training_file"], "eval_dataset_id": job.get("validation_file")}
     body: dict[str, Any] = {key: str(files / f"{file_id}.jsonl") for key, file_id in data.items() if file_id}
     if suffix := job.get("user_provided_suffix"):
         body["name"] = suffix
     body["tags"] = ["openai"]
-    config = {"base_model": model, "method": "dpo" if method == "dpo" else "qlora", **_config(job, method)}
-    if method != "dpo" and _has_chats(files / f"{job['training_file']}.jsonl"):
+    own_method = {"dpo": "dpo", "reinforcement": "rlhf"}.get(method, "qlora")
+    config = {"base_model": model, "method": own_method, **_config(job, method)}
+    if own_method == "qlora" and _has_chats(files / f"{job['training_file']}.jsonl"):
         config["loss_on"] = "assistant"  # as OpenAI trains
     origin = f"Job {job['id']} of OpenAI, {job.get('status')}: {job.get('model')} on {job['training_file']}."
     lines = [
@@ -102,7 +103,11 @@ def _has_chats(file: Path) -> bool:
 
 def _config(job: Mapping[str, Any], method: str) -> dict[str, Any]:
     from anneal.contracts.methods import METHODS, TrainingMethod
-    from anneal.contracts.schemas.openai.hyperparameters import learning_rate, micro_batches
+    from anneal.contracts.schemas.openai.hyperparameters import (
+        completions_per_prompt,
+        learning_rate,
+        micro_batches,
+    )
 
     options = (job.get("method") or {}).get(method) or {}
     # `auto` in one place must not hide a number in the other.
@@ -112,18 +117,41 @@ def _config(job: Mapping[str, Any], method: str) -> dict[str, Any]:
         for name, value in (sent or {}).items()
         if isinstance(value, int | float)
     }
-    trained_by = METHODS[TrainingMethod.dpo if method == "dpo" else TrainingMethod.qlora]
+    methods = {"dpo": TrainingMethod.dpo, "reinforcement": TrainingMethod.rlhf}
+    trained_by = METHODS[methods.get(method, TrainingMethod.qlora)]
     config: dict[str, Any] = {}
+    completions = 1
+    if method == "reinforcement":
+        completions = completions_per_prompt(values.get("compute_multiplier", 1))
+        config["rlhf"] = {"rewards": _rewards(options.get("grader")), "num_generations": completions}
     if "n_epochs" in values:
         config["epochs"] = values["n_epochs"]
     if "batch_size" in values:
-        config |= micro_batches(int(values["batch_size"]))
+        config |= micro_batches(int(values["batch_size"]) * completions)
     if "learning_rate_multiplier" in values:
         config["learning_rate"] = learning_rate(values["learning_rate_multiplier"], trained_by, 16)
     if "beta" in values and method == "dpo":
         config["dpo"] = {"beta": values["beta"]}
     if job.get("validation_file"):
-        config["eval_steps"] = "epoch"
+        config["eval_steps"] = values.get("eval_interval", "epoch")
     if isinstance(job.get("seed"), int):
         config["seed"] = job["seed"]
     return config
+
+
+def _rewards(grader: Any) -> list[dict[str, Any]]:
+    """Return the rewards of a grader; raise `ValueError` with the reason if it has no counterpart."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from anneal.contracts.schemas.openai.graders import JUDGE_URL, Grader, to_rewards
+
+    try:
+        rewards, errors = to_rewards(TypeAdapter(Grader).validate_python(grader), JUDGE_URL, "grader")
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(
+            f"its grader cannot be read ({'.'.join(map(str, problem['loc']))}: {problem['msg']})"
+        ) from None
+    if errors:
+        raise ValueError(f"`{errors[0].field}` {errors[0].message}")
+    return rewards

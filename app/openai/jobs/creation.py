@@ -8,8 +8,15 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import METHODS, TrainingMethod, method_of
-from anneal.contracts.schemas.openai.hyperparameters import learning_rate, micro_batches
-from anneal.contracts.schemas.openai.jobs import Hyperparameters, JobCreate
+from anneal.contracts.schemas.openai.graders import to_rewards
+from anneal.contracts.schemas.openai.hyperparameters import (
+    DEFAULT_COMPLETIONS,
+    MOST_COMPLETIONS,
+    completions_per_prompt,
+    learning_rate,
+    micro_batches,
+)
+from anneal.contracts.schemas.openai.jobs import Hyperparameters, JobCreate, ReinforcementOptions
 from anneal.contracts.schemas.runs.requests import RunCreate
 from anneal.contracts.training_config.fields import TrainingConfig
 from anneal.contracts.training_config.raw_config import named_fields
@@ -22,6 +29,11 @@ from app.tables.runs import Run
 
 _RENAMED = {"dataset_id": "training_file", "eval_dataset_id": "validation_file", "": ""}
 """Parameters of a job by the field of a run's request that they become."""
+_METHODS = {"dpo": TrainingMethod.dpo, "reinforcement": TrainingMethod.rlhf}
+"""Methods of training by the types of jobs that determine them."""
+_REWARDS = "config.rlhf.rewards"
+_DEFAULT_PROMPTS = 2
+"""Prompts of a step on a device if no `batch_size` says how many."""
 
 
 class _Derived(NamedTuple):
@@ -35,7 +47,7 @@ class _Derived(NamedTuple):
 async def create_job(transaction: RunTransaction, backend: Backend, body: JobCreate) -> Run:
     """Create the first run of a job, or raise 422 with all errors by the parameters of the job."""
     session = transaction.session
-    errors = list(_unsupported_options(body))
+    errors = list(_contradictory_options(body))
     files = {
         name: await _find_dataset(session, name, file_id, errors)
         for name, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file))
@@ -46,7 +58,7 @@ async def create_job(transaction: RunTransaction, backend: Backend, body: JobCre
     if errors:
         raise invalid(errors)
     request = RunCreate(
-        **dict(body.anneal),
+        **{name: value for name, value in body.anneal if name != "grader_url"},
         name=body.suffix,
         dataset_id=files["training_file"],
         eval_dataset_id=files.get("validation_file"),
@@ -59,38 +71,52 @@ async def create_job(transaction: RunTransaction, backend: Backend, body: JobCre
         run = await backend.create_run(transaction, request)
     except ApiError as error:
         raise _about_job(error, derived) from None
-    if body.metadata:
-        unset = (Run.id == run.id, Run.job_metadata.is_(None))
-        await session.execute(update(Run).where(*unset).values(job_metadata=body.metadata))
+    await _store_description(session, run, body)
     return run
 
 
-def _unsupported_options(body: JobCreate) -> Iterator[FieldError]:
-    """Yield errors of methods and of hyperparameters that contradict each other."""
+async def _store_description(session: AsyncSession, run: Run, body: JobCreate) -> None:
+    """Store what only jobs have with a run, unless it has that already because the request is a repeated one."""
+    values: dict[str, Any] = {}
+    if body.metadata:
+        values["job_metadata"] = body.metadata
+    if (options := _reinforcement_options(body)) is not None:
+        values["job_grader"] = options.grader.model_dump(exclude_unset=True)
+    if values:
+        unset = (Run.id == run.id, *(getattr(Run, name).is_(None) for name in values))
+        await session.execute(update(Run).where(*unset).values(values))
+
+
+def _contradictory_options(body: JobCreate) -> Iterator[FieldError]:
+    """Yield errors of options that contradict the type of the method."""
     method = body.method
+    if "grader_url" in body.anneal.model_fields_set and _reinforcement_options(body) is None:
+        message = "has no effect without `method.reinforcement`; leave it out"
+        yield FieldError(field="anneal.grader_url", code="conflict", message=message)
     if method is None:
-        return
-    if method.type == "reinforcement":
-        message = (
-            "`reinforcement` is not supported, because its graders have no counterpart; leave `method` out and set "
-            '`anneal.config` to {"method": "rlhf", "rlhf": {"rewards": […]}} to train on rewards'
-        )
-        yield FieldError(field="method.type", code="not_supported", message=message)
         return
     others = [name for name in ("supervised", "dpo", "reinforcement") if name != method.type]
     for name in others:
         if getattr(method, name) is not None:
             message = f"has options of another type than `method.type`, which is `{method.type}`; leave it out"
             yield FieldError(field=f"method.{name}", code="conflict", message=message)
+    if method.type == "reinforcement" and method.reinforcement is None:
+        message = "is required, with a `grader` for the completions"
+        yield FieldError(field="method.reinforcement", code="missing", message=message)
     own = method_of(body.anneal.config)
     if method.type == "supervised" and "method" in body.anneal.config and not own.is_supervised:
         message = f"is `{own.name}`, which is not of the type `supervised`; leave `method` out of the job"
         yield FieldError(field="anneal.config.method", code="conflict", message=message)
 
 
+def _reinforcement_options(body: JobCreate) -> ReinforcementOptions | None:
+    """Return the options of a job of the type `reinforcement`; None for others."""
+    return body.method.reinforcement if body.method is not None and body.method.type == "reinforcement" else None
+
+
 def _hyperparameters(body: JobCreate, errors: list[FieldError]) -> tuple[str, Hyperparameters]:
     """Return the hyperparameters of a job and where they are in it."""
-    options = getattr(body.method, body.method.type) if body.method and body.method.type != "reinforcement" else None
+    options = getattr(body.method, body.method.type) if body.method else None
     of_method: Hyperparameters | None = options.hyperparameters if options else None
     if of_method is not None and body.hyperparameters is not None:
         place = f"method.{body.method.type}.hyperparameters" if body.method else ""
@@ -106,8 +132,13 @@ def _derive_fields(body: JobCreate, errors: list[FieldError]) -> Iterator[_Deriv
     yield _Derived("base_model", body.model, "model")
     if body.seed is not None:
         yield _Derived("seed", body.seed, "seed")
-    if body.method is not None and body.method.type == "dpo":
-        yield _Derived("method", TrainingMethod.dpo.value, "method.type")
+    if body.method is not None and body.method.type in _METHODS:
+        yield _Derived("method", _METHODS[body.method.type].value, "method.type")
+    if (options := _reinforcement_options(body)) is not None:
+        place = "method.reinforcement.grader"
+        rewards, problems = to_rewards(options.grader, body.anneal.grader_url, place)
+        errors += problems
+        yield _Derived("rlhf.rewards", rewards, place)
     for integration in body.integrations or ():
         yield _Derived("report_to", ["wandb"], "integrations.0.type")
         for name, value in integration.wandb.model_dump(exclude_none=True).items():
@@ -118,31 +149,57 @@ def _derive_fields(body: JobCreate, errors: list[FieldError]) -> Iterator[_Deriv
         yield _Derived("epochs", epochs, f"{place}.n_epochs")
     if (multiplier := values.get("learning_rate_multiplier")) is not None:
         yield _Derived("learning_rate", _scaled_rate(body, multiplier), f"{place}.learning_rate_multiplier")
-    if (rows := values.get("batch_size")) is not None:
-        yield from _derive_batch(body, rows, f"{place}.batch_size", errors)
     if (beta := values.get("beta")) is not None:
         yield _Derived("dpo.beta", beta, f"{place}.beta")
+    if (steps := values.get("eval_interval")) is not None:
+        yield _Derived("eval_steps", steps, f"{place}.eval_interval")
+    yield from _derive_batch(body, values, place, errors)
 
 
 def _scaled_rate(body: JobCreate, multiplier: float) -> float:
     config = body.anneal.config
-    is_dpo = body.method is not None and body.method.type == "dpo"
-    method = METHODS[TrainingMethod.dpo] if is_dpo else method_of(config)
+    name = _METHODS.get(body.method.type) if body.method is not None else None
+    method = METHODS[name] if name is not None else method_of(config)
     return learning_rate(multiplier, method, config.get("lora_r", TrainingConfig.model_fields["lora_r"].default))
 
 
-def _derive_batch(body: JobCreate, rows: int, parameter: str, errors: list[FieldError]) -> Iterator[_Derived]:
-    """Yield micro-batches that together have so many rows on all devices."""
-    devices = body.anneal.resources.devices
-    shares = 0 if devices == "all" else max(devices // body.anneal.resources.sequence_parallel, 1)
-    if not shares or rows % shares:
-        message = f"is {rows} rows on all devices, and must be a multiple of the {shares} that share them"
-        if not shares:
-            message = "is of all devices, whose number `all` leaves open; set a number in `anneal.resources.devices`"
-        errors.append(FieldError(field=parameter, code="does_not_divide", message=message))
-        return
-    for field, value in micro_batches(rows // shares).items():
+def _derive_batch(
+    body: JobCreate, values: Mapping[str, Any], place: str, errors: list[FieldError]
+) -> Iterator[_Derived]:
+    """Yield micro-batches that together have the rows of a step on all devices; of prompts, all their completions."""
+    completions = 1
+    if _reinforcement_options(body) is not None:
+        completions = _completions(body.anneal.config)
+    if (multiplier := values.get("compute_multiplier")) is not None:
+        completions = completions_per_prompt(multiplier)
+        yield _Derived("rlhf.num_generations", completions, f"{place}.compute_multiplier")
+    rows, parameter = values.get("batch_size"), f"{place}.batch_size"
+    if rows is None:
+        if multiplier is None:
+            return
+        # The default has so many completions that other numbers of a prompt may not divide it.
+        rows_of_device, parameter = _DEFAULT_PROMPTS, f"{place}.compute_multiplier"
+    else:
+        devices = body.anneal.resources.devices
+        shares = 0 if devices == "all" else max(devices // body.anneal.resources.sequence_parallel, 1)
+        if not shares or rows % shares:
+            message = f"is {rows} rows on all devices, and must be a multiple of the {shares} that share them"
+            if not shares:
+                message = (
+                    "is of all devices, whose number `all` leaves open; set a number in `anneal.resources.devices`"
+                )
+            errors.append(FieldError(field=parameter, code="does_not_divide", message=message))
+            return
+        rows_of_device = rows // shares
+    for field, value in micro_batches(rows_of_device * completions).items():
         yield _Derived(field, value, parameter)
+
+
+def _completions(config: Mapping[str, Any]) -> int:
+    """Return the number of completions of a prompt in a configuration, whose errors are reported elsewhere."""
+    options = config.get("rlhf")
+    number = options.get("num_generations") if isinstance(options, Mapping) else None
+    return number if isinstance(number, int) and 0 < number <= MOST_COMPLETIONS else DEFAULT_COMPLETIONS
 
 
 def _contradictions(config: Mapping[str, Any], derived: list[_Derived]) -> Iterator[FieldError]:
@@ -172,9 +229,11 @@ def _about_job(error: ApiError, derived: list[_Derived]) -> ApiError:
     if error.status != 422 or not error.errors:
         return error
     parameters = _RENAMED | {f"config.{field}": parameter for field, _, parameter in derived}
-    errors = [
-        item.model_copy(update={"field": parameters.get(item.field, f"anneal.{item.field}")}) for item in error.errors
-    ]
+    errors = []
+    for item in error.errors:
+        # A grader becomes the rewards as a whole.
+        field = _REWARDS if item.field.startswith(f"{_REWARDS}.") else item.field
+        errors.append(item.model_copy(update={"field": parameters.get(field, f"anneal.{item.field}")}))
     return invalid(errors, code=error.code)
 
 

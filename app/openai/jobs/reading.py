@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from anneal.contracts.methods import Method, TrainingMethod, method_of
 from anneal.contracts.run_status import LIVE
+from anneal.contracts.schemas.openai.hyperparameters import DEFAULT_COMPLETIONS
 from anneal.contracts.schemas.openai.jobs import JobError, JobObject, JobStatus, UsedHyperparameters
 from anneal.contracts.schemas.runs.reads import Prediction
 from anneal.contracts.training_config.fields import TrainingConfig
@@ -25,13 +26,15 @@ _DEFAULTS = {
 # A configuration is large, and stored outside of the row: each operator on it would fetch and decompress it once more.
 # A probe only measures, and is no job.
 _JOBS = f"""
-SELECT first.id, first.created_at, first.job_metadata, run.id AS run_id, run.status, run.backend, run.method,
+SELECT first.id, first.created_at, first.job_metadata, first.job_grader, run.id AS run_id, run.status, run.backend,
+    run.method,
     run.base_model, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode, run.stop_requested_at,
     run.finished_at, run.error_code, run.error_message, run.output_attempt,
     coalesce(cast(run.resources ->> 'devices' AS int), 1)
         / coalesce(cast(run.resources ->> 'sequence_parallel' AS int), 1) AS shares,
     {", ".join(f"coalesce(config.{name}, {default}) AS {name}" for name, default in _DEFAULTS.items())},
     config.lora_r, config.learning_rate, config.max_steps, cast(config.dpo ->> 'beta' AS float) AS beta,
+    config.eval_steps, cast(config.rlhf ->> 'num_generations' AS int) AS completions,
     config.report_to @> '"wandb"' AS reports_to_wandb, config.wandb_project, config.wandb_name, config.wandb_entity,
     CASE WHEN run.status = 'completed' THEN (
         SELECT sum(least(cast(timings ->> 'tokens' AS float), 1e18)) FROM run_timings WHERE run_id = ANY (
@@ -43,7 +46,7 @@ JOIN runs AS run
     ON run.id = coalesce((SELECT max(member.id) FROM runs AS member WHERE member.job_run_id = first.id), first.id)
 CROSS JOIN LATERAL jsonb_to_record(run.config) AS config (
     batch_size int, gradient_accumulation_steps int, lora_r int, learning_rate float, epochs float, max_steps bigint,
-    seed bigint, dpo jsonb, report_to jsonb, wandb_project text, wandb_name text, wandb_entity text, extra jsonb
+    seed bigint, dpo jsonb, rlhf jsonb, eval_steps jsonb, report_to jsonb, wandb_project text, wandb_name text, wandb_entity text, extra jsonb
 )
 WHERE first.task = 'train' AND first.job_run_id IS NULL AND config.extra ->> 'probe' IS DISTINCT FROM 'true'
 """
@@ -118,7 +121,7 @@ def job_object(row: Any, prediction: Prediction | None = None) -> JobObject:
         fine_tuned_model=row.run_id if status == "succeeded" and row.output_attempt is not None else None,
         status=status,
         hyperparameters=hyperparameters,
-        method=_method(method, hyperparameters),
+        method=_method(row, method, hyperparameters),
         training_file=to_openai_id(row.dataset_id),
         validation_file=to_openai_id(row.eval_dataset_id) if row.eval_dataset_id else None,
         result_files=[to_result_file_id(job_id)] if status == "succeeded" else [],
@@ -139,15 +142,25 @@ def _hyperparameters(row: Any, method: Method) -> UsedHyperparameters:
     default_rate = method.default_fields(row.lora_r)["learning_rate"]
     rate = default_rate if row.learning_rate is None else row.learning_rate
     epochs = int(row.epochs) if row.epochs == int(row.epochs) else row.epochs
+    completions = row.completions if method.generates and row.completions else 1
     return UsedHyperparameters(
-        batch_size=row.batch_size * row.gradient_accumulation_steps * row.shares,
+        batch_size=row.batch_size * row.gradient_accumulation_steps * row.shares // completions,
         learning_rate_multiplier=float(f"{rate / default_rate:.6g}"),
         n_epochs="auto" if row.max_steps is not None else epochs,
         beta=row.beta if method.name is TrainingMethod.dpo else None,
     )
 
 
-def _method(method: Method, hyperparameters: UsedHyperparameters) -> dict[str, Any] | None:
+def _method(row: Any, method: Method, hyperparameters: UsedHyperparameters) -> dict[str, Any] | None:
+    if row.job_grader is not None:
+        own = {
+            "compute_multiplier": row.completions / DEFAULT_COMPLETIONS,
+            "eval_interval": row.eval_steps if isinstance(row.eval_steps, int) else "auto",
+            "eval_samples": "auto",
+            "reasoning_effort": "default",
+        }
+        options = {"grader": row.job_grader, "hyperparameters": {**hyperparameters.model_dump(), **own}}
+        return {"type": "reinforcement", "reinforcement": options}
     kind = "supervised" if method.is_supervised else "dpo" if method.name is TrainingMethod.dpo else None
     return None if kind is None else {"type": kind, kind: {"hyperparameters": hyperparameters.model_dump()}}
 

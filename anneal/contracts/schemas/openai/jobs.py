@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 
+from anneal.contracts.rewards import ServiceUrl
 from anneal.contracts.schemas.openai.files import FILE_ID
+from anneal.contracts.schemas.openai.graders import JUDGE_URL, Grader
 from anneal.contracts.schemas.openai.lists import Listed
 from anneal.contracts.schemas.runs.common import CHECKPOINT_ID, Body, Config
 from anneal.contracts.schemas.runs.placement import in_words
@@ -22,6 +24,19 @@ _Multiplier = Annotated[float, Field(gt=0, le=1000)]
 Multiplier = Annotated[_Multiplier | Literal["auto"], in_words("must be `auto` or a number above 0, up to 1,000")]
 _Beta = Annotated[float, Field(gt=0, le=100)]
 Beta = Annotated[_Beta | Literal["auto"], in_words("must be `auto` or a number above 0, up to 100")]
+_Steps = Annotated[int, Field(ge=1, le=1_000_000)]
+Steps = Annotated[_Steps | Literal["auto"], in_words("must be `auto` or an integer from 1 to 1,000,000")]
+_EvalSamples = Annotated[
+    Literal["auto"],
+    in_words("must be `auto`: an evaluation generates as many completions of a prompt as training; leave it out"),
+]
+_ReasoningEffort = Annotated[
+    Literal["default"],
+    in_words(
+        "must be `default`: the models have no levels of effort; limit completions with `rlhf.max_completion_length` "
+        "in `anneal.config`"
+    ),
+]
 
 
 class Hyperparameters(Body):
@@ -40,6 +55,17 @@ class DpoHyperparameters(Hyperparameters):
     beta: Beta | None = Field(default=None, description="Strength of the tie to the reference model.")
 
 
+class ReinforcementHyperparameters(Hyperparameters):
+    """Hyperparameters of a job of type `reinforcement`, whose rows are prompts."""
+
+    compute_multiplier: Multiplier | None = Field(
+        default=None, description="Factor of the default number of completions for each prompt."
+    )
+    eval_interval: Steps | None = Field(default=None, description="Steps between evaluations.")
+    eval_samples: _EvalSamples | None = Field(default=None, description="Only `auto`.")
+    reasoning_effort: _ReasoningEffort | None = Field(default=None, description="Only `default`.")
+
+
 class SupervisedOptions(Body):
     """Options of the type `supervised`."""
 
@@ -52,15 +78,23 @@ class DpoJobOptions(Body):
     hyperparameters: DpoHyperparameters | None = None
 
 
+class ReinforcementOptions(Body):
+    """Options of the type `reinforcement`."""
+
+    grader: Grader = Field(
+        description="Grader of completions: `string_check`, `text_similarity`, `score_model`, `label_model`, or "
+        "`multi` with a weighted sum of them. `python` is refused."
+    )
+    hyperparameters: ReinforcementHyperparameters | None = None
+
+
 class JobMethod(Body):
     """Method of a job: a type, and its options in the field of the same name."""
 
-    type: Literal["supervised", "dpo", "reinforcement"] = Field(
-        description="`reinforcement` is refused: its graders have no counterpart."
-    )
+    type: Literal["supervised", "dpo", "reinforcement"]
     supervised: SupervisedOptions | None = None
     dpo: DpoJobOptions | None = None
-    reinforcement: dict[str, Any] | None = None
+    reinforcement: ReinforcementOptions | None = None
 
 
 class WandbIntegration(Body):
@@ -83,6 +117,9 @@ class NativeOptions(RunOptions):
 
     config: Annotated[Config, AfterValidator(limit_size)] = Field(
         default_factory=dict, description="Further fields of the training configuration."
+    )
+    grader_url: ServiceUrl = Field(
+        default=JUDGE_URL, description="Base URL of the OpenAI-compatible API whose models grade, on an allowed host."
     )
 
 

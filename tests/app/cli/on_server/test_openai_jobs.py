@@ -11,6 +11,7 @@ from tests.app.uploads import lines
 from tests.conftest import Anneal, json_of
 from tests.factories import make_model
 from tests.openai.test_files import CHAT, PAIR
+from tests.openai.test_reinforcement import CHECK, ROW, SIMILAR, multi, reinforcement
 from tests.server import ApiServer
 
 SUPERVISED = {
@@ -25,7 +26,10 @@ DPO = {
     "hyperparameters": None, "seed": None,
     "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": "auto", "batch_size": "auto"}}},
 }  # fmt: skip
-REINFORCEMENT = {"id": "ftjob-rl", "training_file": "file-x", "method": {"type": "reinforcement"}}
+REINFORCEMENT: dict[str, Any] = {
+    "id": "ftjob-rl", "training_file": "file-questions", "validation_file": "file-questions",
+    "method": reinforcement(multi("answer + 0.5 * style", answer=CHECK, style=SIMILAR), batch_size=3, eval_interval=5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,21 @@ def test_jobs_become_run_files_that_the_service_accepts(
     assert (dpo["config"]["method"], dpo["config"]["dpo"]["beta"], dpo["config"]["epochs"]) == ("dpo", 0.2, 3)
 
 
+def test_job_with_graders_becomes_a_run_file_with_their_rewards(emptied_api: ApiServer, anneal: Anneal) -> None:
+    make_model(emptied_api.settings, "tiny")
+    Path("file-questions.jsonl").write_bytes(lines(ROW, ROW))
+    Path("jobs.json").write_text(json.dumps([REINFORCEMENT]))
+    anneal("import", "openai-jobs", "jobs.json", "--model", "tiny")
+    config = json_of(anneal("runs", "create", "-f", "ftjob-rl.yaml", "--json"))["config"]
+    assert (config["method"], config["batch_size"], config["gradient_accumulation_steps"]) == ("rlhf", 4, 6)
+    assert (config["eval_steps"], config["rlhf"]["num_generations"]) == (5, 8)
+    rewards = config["rlhf"]["rewards"]
+    assert [(reward["type"], reward["weight"]) for reward in rewards] == [
+        ("string_check", 1),
+        ("text_similarity", 0.5),
+    ]
+
+
 @pytest.mark.parametrize(
     ("of_job", "of_method", "epochs"), [("auto", 4, 4), (4, "auto", 4), (2, 4, 4), (None, 4, 4), ("auto", "auto", None)]
 )
@@ -84,12 +103,18 @@ def test_supervised_job_learns_the_assistant_unless_its_file_has_no_chats(
     assert yaml.safe_load(Path("ftjob-abc.yaml").read_text())["config"].get("loss_on") == loss_on
 
 
-def test_run_file_that_exists_is_kept_and_a_job_with_graders_is_left_out(anneal: Anneal) -> None:
-    Path("jobs.json").write_text(json.dumps([SUPERVISED, REINFORCEMENT]))
+def test_run_file_that_exists_is_kept_and_a_job_whose_grader_has_no_counterpart_is_left_out(anneal: Anneal) -> None:
+    graders: list[Any] = [{"type": "python", "name": "p", "source": ""}, {**SIMILAR, "evaluation_metric": "best"}, None]
+    jobs = [{**REINFORCEMENT, "id": f"ftjob-{at}", "method": reinforcement(one)} for at, one in enumerate(graders)]
+    Path("jobs.json").write_text(json.dumps([SUPERVISED, *jobs]))
     Path("ftjob-abc.yaml").write_text("mine")
     done = anneal("import", "openai-jobs", "jobs.json", "-m", "tiny")
     assert done.stdout == "" and Path("ftjob-abc.yaml").read_text() == "mine"
-    assert "ftjob-abc.yaml exists, and is kept." in done.stderr and "ftjob-rl is left out" in done.stderr
+    notes = " ".join(done.stderr.split())
+    assert "ftjob-abc.yaml exists, and is kept." in notes
+    assert "ftjob-0 is left out: `grader.type` is `python`, whose program is not run here" in notes
+    assert "ftjob-1 is left out: its grader cannot be read (text_similarity.evaluation_metric: " in notes
+    assert "ftjob-2 is left out: its grader cannot be read" in notes
 
 
 def test_id_does_not_lead_out_of_the_folder(anneal: Anneal) -> None:

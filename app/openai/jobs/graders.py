@@ -1,0 +1,40 @@
+"""`/openai/v1/fine_tuning/alpha/graders`: graders are validated here; only processes that train run them."""
+
+from typing import NoReturn
+
+from fastapi import APIRouter
+from pydantic import TypeAdapter, ValidationError
+
+from anneal.contracts.errors import FieldError
+from anneal.contracts.rewards import Rewards
+from anneal.contracts.schemas.openai.graders import JUDGE_URL, GraderRun, GraderValidate, GraderValidated, to_rewards
+from app.api.errors import ApiError, invalid
+
+router = APIRouter(prefix="/fine_tuning/alpha/graders")
+
+_REWARDS: TypeAdapter[Rewards] = TypeAdapter(Rewards)
+
+
+@router.post("/validate")
+async def validate_grader(body: GraderValidate) -> GraderValidated:
+    """Validate a grader as the creation of a job does, apart from its host and the columns of the data."""
+    rewards, errors = to_rewards(body.grader, JUDGE_URL, "grader")
+    try:
+        _REWARDS.validate_python(rewards)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        errors += [FieldError(field="grader", code=problem["type"], message=problem["msg"]) for problem in problems]
+    if errors:
+        raise invalid(errors)
+    return GraderValidated(grader=body.grader)
+
+
+@router.post("/run", response_model=None)
+async def run_grader(body: GraderRun) -> NoReturn:
+    """Refuse to run a grader: the libraries that compute scores are with the workers."""
+    raise ApiError(
+        422,
+        "not_supported",
+        "Graders do not run here, because only workers have what computes their scores; validate it, and score the "
+        "answers of a model by the same rewards with POST /v1/runs/predict.",
+    )
