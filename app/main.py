@@ -25,6 +25,7 @@ import app.openai.files
 import app.openai.jobs.endpoints
 import app.openai.jobs.graders
 import app.openai.models
+import app.openai.webhooks
 import app.prometheus.endpoints
 import app.runs.endpoints
 import app.runs.events.endpoints
@@ -154,6 +155,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         app.openai.jobs.endpoints,
         app.openai.jobs.graders,
         app.openai.chat,
+        app.openai.webhooks,
     ):
         api.include_router(
             compatible.router,

@@ -38,9 +38,17 @@ WebhookId = Annotated[
     str, typer.Argument(metavar="WEBHOOK", help="Webhook: its id or the beginning of it, or `last` for the newest.")
 ]
 Name = Annotated[str | None, typer.Option(help="Name to identify it by; default: the host of the address.")]
-Format = Annotated[str | None, typer.Option(help="`standard` (default), or `slack` for Slack and Mattermost.")]
+Format = Annotated[
+    str | None,
+    typer.Option(help="`standard` (default), `slack` for Slack and Mattermost, or `openai` for clients of OpenAI."),
+]
 Types = Annotated[
-    list[str] | None, typer.Option("--type", help="Type of events: end (default), status or progress; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--type",
+        help="Type of events: end (default), status or progress; of the format openai fine_tuning.job.succeeded, "
+        "fine_tuning.job.failed or fine_tuning.job.cancelled; repeatable.",
+    ),
 ]
 Tag = Annotated[str | None, typer.Option(help="Only runs with this tag.")]
 Model = Annotated[str | None, typer.Option(help="Only runs of this base model.")]

@@ -18,7 +18,7 @@ from app.api.idempotency import Idempotency, request_digest
 from app.infra.ids import new_id
 from app.tables.openai_requests import OpenAIRequest
 
-_RETRIES_END = timedelta(hours=1)
+RETRIES_END = timedelta(hours=1)
 """Time after an attempt in which the next one has arrived: by default a client waits ten minutes for a response, and
 large bodies take long."""
 _LOST_ANSWER = timedelta(minutes=1)
@@ -81,7 +81,7 @@ def _may_be_repeated(body: timedelta, timeout: timedelta | None) -> ColumnElemen
         # the start of the body.
         earliest, latest = began - timeout - _LOST_ANSWER, began - timeout + body + _LOST_ANSWER
         conditions.append(arrived_at.between(earliest, latest))
-    return and_(arrived_at > began - _RETRIES_END, or_(*conditions))
+    return and_(arrived_at > began - RETRIES_END, or_(*conditions))
 
 
 def _timeout_of(headers: Headers) -> timedelta | None:
@@ -90,7 +90,7 @@ def _timeout_of(headers: Headers) -> timedelta | None:
         seconds = float(sent)
     except ValueError:
         return None
-    return timedelta(seconds=seconds) if 0 < seconds < _RETRIES_END.total_seconds() else None
+    return timedelta(seconds=seconds) if 0 < seconds < RETRIES_END.total_seconds() else None
 
 
 async def _store_key(request: Request, caller_id: str, digest: str) -> str:
@@ -99,7 +99,7 @@ async def _store_key(request: Request, caller_id: str, digest: str) -> str:
     changed = {"idempotency_key": new_key, "arrived_at": func.now(), "answered_at": None}
     statement = insert(OpenAIRequest).values(created_by=caller_id, digest=digest, idempotency_key=new_key)
     async with request.app.state.sessions() as session, session.begin():
-        await session.execute(delete(OpenAIRequest).where(OpenAIRequest.arrived_at < func.now() - _RETRIES_END))
+        await session.execute(delete(OpenAIRequest).where(OpenAIRequest.arrived_at < func.now() - RETRIES_END))
         keys = ["created_by", "digest"]
         await session.execute(statement.on_conflict_do_update(index_elements=keys, set_=changed))
     return new_key

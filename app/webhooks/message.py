@@ -5,9 +5,17 @@ import hashlib
 import hmac
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from anneal.contracts.field_types import JsonObject, format_timestamp
+
+
+def message_body(delivery: Any) -> bytes:
+    """Return the body of a message, in the form of its event and of its webhook's format."""
+    if delivery.type.startswith("fine_tuning."):
+        return openai_body(delivery.id, delivery.type, delivery.ts, delivery.event)
+    return slack_body(delivery) if delivery.format == "slack" else standard_body(delivery)
 
 
 def standard_body(delivery: Any) -> bytes:
@@ -16,6 +24,12 @@ def standard_body(delivery: Any) -> bytes:
     if delivery.run is not None:
         data = {"run_id": delivery.run_id, "seq": delivery.seq, **data, "run": delivery.run}
     return json.dumps({"type": delivery.type, "timestamp": format_timestamp(delivery.ts), "data": data}).encode()
+
+
+def openai_body(id: str, type: str, moment: datetime, job: JsonObject) -> bytes:
+    """Return an event of a fine-tuning job as OpenAI's clients unwrap it."""
+    created_at = int(moment.timestamp())
+    return json.dumps({"id": id, "object": "event", "created_at": created_at, "type": type, "data": job}).encode()
 
 
 def slack_body(delivery: Any) -> bytes:

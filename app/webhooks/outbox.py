@@ -25,24 +25,47 @@ _RUN = f"""json_build_object(
     'started_at', {_utc("r.started_at")}, 'finished_at', {_utc("r.finished_at")}
 )"""
 
+# A stop that saves pauses a job, which is no end of it. Probes are no jobs.
+_TYPE = """CASE
+        WHEN w.format <> 'openai' THEN e.type
+        WHEN e.type = 'end' AND r.task = 'train' AND r.config #>> '{extra,probe}' IS DISTINCT FROM 'true' THEN
+            CASE e.data ->> 'status'
+                WHEN 'completed' THEN 'fine_tuning.job.succeeded'
+                WHEN 'failed' THEN 'fine_tuning.job.failed'
+                WHEN 'cancelled' THEN CASE WHEN r.stop_mode = 'discard' THEN 'fine_tuning.job.cancelled' END
+            END
+    END"""
+_JOB = "json_build_object('id', 'ftjob-' || substr(coalesce(r.job_run_id, r.id), length('run_') + 1))"
+_MATCHES = """coalesce(r.experiment_id = w.filter ->> 'experiment_id', true)
+        AND coalesce(r.base_model = w.filter ->> 'base_model', true)
+        AND coalesce(r.task = w.filter ->> 'task', true)
+        AND coalesce(jsonb_exists(r.tags, w.filter ->> 'tag'), true)"""
+
 # Without enabled webhooks, the first condition ends the statement before it joins anything. The second one leaves out
 # the history of imported runs; the clocks of workers may be behind.
 ENQUEUE_TAKEN = f"""
     INSERT INTO webhook_deliveries (id, webhook_id, type, run_id, seq, ts, event, run)
-    SELECT {NEW_DELIVERY_ID}, w.id, e.type, e.run_id, e.seq, e.ts, e.data, {_RUN}
+    SELECT {NEW_DELIVERY_ID}, w.id, {_TYPE}, e.run_id, e.seq, e.ts,
+        CASE w.format WHEN 'openai' THEN {_JOB} ELSE e.data END, {_RUN}
     FROM (SELECT * FROM taken ORDER BY position) AS taken
     JOIN run_events AS e USING (run_id, seq) JOIN runs AS r ON r.id = e.run_id
-    JOIN webhooks AS w ON w.enabled AND e.type = ANY (w.types)
+    JOIN webhooks AS w ON w.enabled AND {_TYPE} = ANY (w.types)
     WHERE EXISTS (SELECT FROM webhooks WHERE enabled)
         AND e.ts > w.created_at - interval '1 hour'
-        AND coalesce(r.experiment_id = w.filter ->> 'experiment_id', true)
-        AND coalesce(r.base_model = w.filter ->> 'base_model', true)
-        AND coalesce(r.task = w.filter ->> 'task', true)
-        AND coalesce(jsonb_exists(r.tags, w.filter ->> 'tag'), true)
+        AND {_MATCHES}
         AND coalesce(jsonb_exists(w.filter -> 'status',
             CASE e.type WHEN 'end' THEN e.data ->> 'status' WHEN 'status' THEN e.data ->> 'to' ELSE r.status END), true)
 """
 """SQL that inserts the deliveries of the events in `taken` (position, run_id, seq), a common table expression."""
+
+ENQUEUE_CANCELLED_JOB = f"""
+    INSERT INTO webhook_deliveries (id, webhook_id, type, run_id, ts, event, run)
+    SELECT {NEW_DELIVERY_ID}, w.id, 'fine_tuning.job.cancelled', r.id, clock_timestamp(), {_JOB}, {_RUN}
+    FROM runs AS r
+    JOIN webhooks AS w ON w.enabled AND w.format = 'openai' AND 'fine_tuning.job.cancelled' = ANY (w.types)
+    WHERE r.id = :run_id AND {_MATCHES} AND coalesce(jsonb_exists(w.filter -> 'status', r.status), true)
+"""
+"""SQL that inserts the deliveries of a paused job that is cancelled, whose run has ended before."""
 
 ENQUEUE_DELETED = f"""
     WITH waiting AS (

@@ -176,7 +176,7 @@ class WebhookSender:
         result: dict[str, Any] = {"id": delivery.id, "webhook_id": delivery.webhook_id, "response_status": None}
         error: str | None = None
         try:
-            body = (message.slack_body if delivery.format == "slack" else message.standard_body)(delivery)
+            body = message.message_body(delivery)
             headers = message.signed_headers(delivery.id, int(time.time()), body, self._secrets_of(delivery))
             private_hosts = self._settings.private_webhook_hosts
             result["response_status"] = await post_message(delivery.url, headers, body, private_hosts)

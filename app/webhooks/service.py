@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.errors import FieldError
 from anneal.contracts.run_status import TERMINAL
-from anneal.contracts.schemas.webhooks import DeliveryStatus, WebhookCreate, WebhookEdit, WebhookFilter
+from anneal.contracts.schemas.webhooks import JOB_EVENTS, DeliveryStatus, WebhookCreate, WebhookEdit, WebhookFilter
 from app.api.errors import ApiError, conflict, invalid, not_found, to_printable
 from app.api.pagination import Paging, fetch_page
 from app.config import Settings
@@ -77,6 +77,15 @@ async def get_webhook(session: AsyncSession, webhook_id: str, *, locked: bool = 
     return webhook
 
 
+def visible_url(webhook: Webhook, *, can_write: bool) -> str:
+    """Return the address of a webhook, for keys that cannot write without its path.
+
+    The path of a Slack address is a secret: who knows it can post to the channel.
+    """
+    scheme, _, rest = webhook.url.partition("://")
+    return webhook.url if can_write else f"{scheme}://{rest.partition('/')[0].partition('?')[0]}/…"
+
+
 async def list_webhooks(session: AsyncSession, paging: Paging) -> tuple[list[Webhook], bool]:
     """Return a page of webhooks, newest first."""
     return await fetch_page(session, select(Webhook), Webhook.id, paging)
@@ -91,7 +100,8 @@ async def edit_webhook(session: AsyncSession, settings: Settings, webhook_id: st
         changes["filter"] = _filter_values(body.filter)
     webhook = await get_webhook(session, webhook_id)
     # Only the fields of the request: the experiment of a stored filter may be deleted by now.
-    values = {"types": webhook.types, "filter": {"status": webhook.filter.get("status")}, **changes}
+    stored = {"format": webhook.format, "types": webhook.types, "filter": {"status": webhook.filter.get("status")}}
+    values = {**stored, **changes}
     await _check(session, values, problem)
     for name, value in changes.items():
         setattr(webhook, name, value)
@@ -106,22 +116,29 @@ async def delete_webhook(session: AsyncSession, webhook_id: str) -> None:
     await session.execute(store.remove_own_secret(secret_name(webhook_id)))
 
 
-async def rotate_secret(session: AsyncSession, settings: Settings, webhook_id: str, key_id: str) -> tuple[Webhook, str]:
-    """Give a webhook a new secret, and let the previous one sign too for a day."""
+async def rotate_secret(
+    session: AsyncSession, settings: Settings, webhook_id: str, key_id: str, *, keeps_previous: bool = True
+) -> tuple[Webhook, str]:
+    """Give a webhook a new secret; with `keeps_previous`, let the previous one sign too for a day."""
     webhook = await get_webhook(session, webhook_id, locked=True)
     name, secret = secret_name(webhook_id), _new_secret()
     now: datetime = (await session.execute(select(func.clock_timestamp()))).scalar_one()
     try:
-        previous = ((await find_secret(session, settings, name)) or "").split()
+        previous = await find_signing_secrets(session, settings, webhook) if keeps_previous else []
     except ApiError:  # a key of the key file is lost, and with it what it encrypted
         previous = []
     # A rotation whose answer was lost is repeated: of its secret no receiver knows, but of the one before.
     is_repeated = webhook.previous_secret_until is not None and webhook.previous_secret_until > now
     signing = [previous[0], previous[-1]] if previous and is_repeated else previous[:1]
     await put_own_secret(session, settings, name, " ".join(dict.fromkeys([secret, *signing])), key_id)
-    webhook.previous_secret_until = now + _OVERLAP
+    webhook.previous_secret_until = now + _OVERLAP if keeps_previous else None
     await session.flush()
     return webhook, secret
+
+
+async def find_signing_secrets(session: AsyncSession, settings: Settings, webhook: Webhook) -> list[str]:
+    """Return the secrets of a webhook, the present one first; raise `ApiError` if they cannot be decrypted."""
+    return ((await find_secret(session, settings, secret_name(webhook.id))) or "").split()
 
 
 async def send_test(session: AsyncSession, webhook_id: str) -> WebhookDelivery:
@@ -176,6 +193,12 @@ async def _check(session: AsyncSession, values: dict[str, Any], problem: FieldEr
     errors = [] if problem is None else [problem]
     conditions = values["filter"]
     statuses = conditions.get("status")
+    if any((name in JOB_EVENTS) is not (values["format"] == "openai") for name in values["types"]):
+        message = (
+            f"are of another format than `{values['format']}`: `openai` sends {', '.join(JOB_EVENTS)}, and the others "
+            "send status, progress and end"
+        )
+        errors.append(FieldError(field="types", code="conflict", message=message))
     if set(values["types"]) == {"end"} and statuses and not set(TERMINAL) & set(statuses):
         message = "an event `end` reports completed, failed or cancelled; name one of them, or send `status` events"
         errors.append(FieldError(field="filter.status", code="never_reported", message=message))

@@ -3,16 +3,18 @@
 import inspect
 import re
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
 from sqlalchemy import Engine
 
 from app.openai.ids import to_native_id
+from app.webhooks.message import signed_headers
 from tests.app.uploads import lines
 from tests.conftest import Anneal
 from tests.factories import Trainer, make_model
@@ -26,7 +28,7 @@ GUIDE = (ROOT / "docs" / "guides" / "coming-from-openai.md").read_text()
 PROGRAMS: list[str] = re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 RESOURCES = (
     "files", "models", "fine_tuning.jobs", "fine_tuning.jobs.checkpoints", "fine_tuning.checkpoints.permissions",
-    "fine_tuning.alpha.graders",
+    "fine_tuning.alpha.graders", "webhooks", "webhooks.event_types",
 )  # fmt: skip
 
 
@@ -37,6 +39,7 @@ def table(heading: str) -> dict[str, str]:
 
 
 CALLS = table("call")
+SECRET = "whsec_" + "c2VjcmV0" * 4
 
 
 def program_for(api: ApiServer, model: str) -> str:
@@ -77,7 +80,11 @@ def arguments(client: openai.OpenAI) -> dict[str, Callable[[Any], Any]]:
         job_id: str = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, extra_body=native).id
         return job_id
 
-    checkpoint_id, grader = "ckpt_" + "0" * 26, {"type": "string_check"}
+    checkpoint_id = "ckpt_" + "0" * 26
+    grader = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
+    hook: dict[str, Any] = {"name": "n", "url": "https://hooks.invalid/x", "event_types": ["fine_tuning.job.failed"]}
+    hook_id, unused_hook = (client.webhooks.create(**hook).id for _ in range(2))
+    signed = signed_headers("evt", int(time.time()), b"{}", [SECRET])
     return {
         "files.create": lambda call: call(file=("x.jsonl", lines(CHAT)), purpose="fine-tune"),
         "files.list": lambda call: call(),
@@ -101,6 +108,15 @@ def arguments(client: openai.OpenAI) -> dict[str, Callable[[Any], Any]]:
         "fine_tuning.checkpoints.permissions.delete": lambda call: call("p", fine_tuned_model_checkpoint=checkpoint_id),
         "fine_tuning.alpha.graders.run": lambda call: call(grader=grader, model_sample="x"),
         "fine_tuning.alpha.graders.validate": lambda call: call(grader=grader),
+        "webhooks.create": lambda call: call(**hook),
+        "webhooks.list": lambda call: call(),
+        "webhooks.retrieve": lambda call: call(hook_id),
+        "webhooks.update": lambda call: call(hook_id, name="other"),
+        "webhooks.delete": lambda call: call(unused_hook),
+        "webhooks.rotate_secret": lambda call: call(hook_id),
+        "webhooks.unwrap": lambda call: call(b"{}", signed, secret=SECRET),
+        "webhooks.verify_signature": lambda call: call(b"{}", signed, secret=SECRET),
+        "webhooks.event_types.list": lambda call: call(),
     }
 
 
@@ -108,15 +124,16 @@ def test_call_succeeds_if_the_table_says_so_and_is_refused_otherwise(
     api: ApiServer, client: openai.OpenAI, subtests: pytest.Subtests
 ) -> None:
     making = arguments(client)
-    assert making.keys() == CALLS.keys()
-    for name, text in CALLS.items():
+    # `webhooks.test` needs a receiver: `test_webhooks.py`.
+    assert {*making, "webhooks.test"} == CALLS.keys()
+    for name, text in [(name, CALLS[name]) for name in making]:
         with subtests.test(call=name):
             owner, _, method = name.rpartition(".")
             call = getattr(resource(client, owner), method)
             if text.startswith("no"):
                 with pytest.raises(openai.APIStatusError) as refused:
                     making[name](call)
-                assert refused.value.code in ("not_found", "method_not_allowed")
+                assert refused.value.code in ("not_found", "method_not_allowed", "not_supported")
             else:
                 making[name](call)
 
@@ -125,13 +142,25 @@ def test_tables_list_every_parameter_of_a_job(client: openai.OpenAI) -> None:
     parameters = inspect.signature(client.fine_tuning.jobs.create).parameters
     own = {name for name in parameters if name != "timeout" and not name.startswith("extra_")}
     assert set(table("parameter")) == own
-    from openai.types.fine_tuning import dpo_hyperparameters_param, supervised_hyperparameters_param
+    from openai.types.fine_tuning import (
+        dpo_hyperparameters_param,
+        reinforcement_hyperparameters_param,
+        supervised_hyperparameters_param,
+    )
 
     known = {
         *supervised_hyperparameters_param.SupervisedHyperparametersParam.__annotations__,
         *dpo_hyperparameters_param.DpoHyperparametersParam.__annotations__,
+        *reinforcement_hyperparameters_param.ReinforcementHyperparametersParam.__annotations__,
     }
     assert set(table("hyperparameter")) == known
+
+
+def test_table_lists_every_grader_of_the_client() -> None:
+    import openai.types.graders as graders
+
+    models = [model for name, model in inspect.getmembers(graders, inspect.isclass) if name.endswith("Grader")]
+    assert set(table("grader")) == {get_args(model.model_fields["type"].annotation)[0] for model in models}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +199,7 @@ def test_first_program_creates_its_job(api: ApiServer, tmp_path: Path, monkeypat
 def test_native_fields_of_the_last_program_are_those_of_the_run(api: ApiServer, client: openai.OpenAI) -> None:
     file = upload(client, lines(CHAT))
     namespace: dict[str, Any] = {"client": client, "file": file}
-    exec("job = " + PROGRAMS[1].strip().replace("Qwen/Qwen3-0.6B", "tiny"), namespace)
+    exec("job = " + PROGRAMS[2].strip().replace("Qwen/Qwen3-0.6B", "tiny"), namespace)
     run = run_of(api, namespace["job"].id)
     assert (run["config"]["lora_r"], run["resources"]["gpu"], run["priority"], run["tags"]) == (
         32, "H100", 10, ["nightly"],

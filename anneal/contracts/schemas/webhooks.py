@@ -1,8 +1,8 @@
 """Wire models of webhooks. A secret is in two responses only: those to its creation and to its rotation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from pydantic.config import JsonDict
 
 from anneal.contracts.field_types import JsonObject, Timestamp
@@ -13,8 +13,11 @@ from anneal.contracts.schemas.short_repr import ShortRepr
 
 WEBHOOK_ID = "whk_01k3x9m6q2v8s4t0w7y5z1a3d2"
 
-WebhookEventType = Literal["status", "progress", "end"]
-WebhookFormat = Literal["standard", "slack"]
+JobEventType = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+JOB_EVENTS: tuple[JobEventType, ...] = get_args(JobEventType)
+"""Types of events of a webhook of the format `openai`, all of them about fine-tuning jobs."""
+WebhookEventType = Literal["status", "progress", "end", JobEventType]
+WebhookFormat = Literal["standard", "slack", "openai"]
 WebhookUrl = Annotated[str, StringConstraints(min_length=1, max_length=2000)]
 DeliveryStatus = Literal["pending", "delivered", "failed"]
 
@@ -43,14 +46,19 @@ class WebhookFilter(BaseModel):
     )
 
 
-_TYPES = Field(description="Types of events, as in `GET /v1/events`.", min_length=1, max_length=3)
+_TYPES = Field(
+    description="Types of events: `status`, `progress` and `end` as in `GET /v1/events`; of the format `openai` those "
+    "of fine-tuning jobs, by default all three.",
+    min_length=1,
+    max_length=3,
+)
 _URL = Field(
     description="Public HTTPS address that receives the events, without user and password. Other addresses need a "
     "host that the operator allows (`ANNEAL_WEBHOOK_PRIVATE_HOSTS`)."
 )
 _FORMAT = Field(
     description="`standard`: the event, signed as Standard Webhooks specify. `slack`: a sentence for an incoming "
-    "webhook of Slack or Mattermost."
+    "webhook of Slack or Mattermost. `openai`: the end of a fine-tuning job as OpenAI's clients unwrap it."
 )
 
 
@@ -64,6 +72,12 @@ class WebhookCreate(BaseModel):
     format: Annotated[WebhookFormat, _FORMAT] = "standard"
     types: Annotated[list[WebhookEventType], _TYPES] = ["end"]
     filter: WebhookFilter = WebhookFilter()
+
+    @model_validator(mode="after")
+    def _fill_types(self) -> Self:
+        if self.format == "openai" and "types" not in self.model_fields_set:
+            self.types = [*JOB_EVENTS]
+        return self
 
 
 class WebhookEdit(BaseModel):

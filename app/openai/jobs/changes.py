@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from anneal.contracts.schemas.runs.requests import RunResume
@@ -14,6 +14,7 @@ from app.openai.jobs.reading import find_job, job_status
 from app.runs.creating.creation import RunTransaction
 from app.runs.dependencies import Backend
 from app.tables.runs import Run
+from app.webhooks.outbox import ENQUEUE_CANCELLED_JOB
 
 Backends = Callable[[str], Backend]
 """Function that returns the backend of a name."""
@@ -34,6 +35,7 @@ async def cancel_job(transaction: RunTransaction, backends: Backends, job_id: st
         # Its run has ended, so that the stop mode is all that distinguishes it from a job that can be resumed.
         paused = (Run.id == job.run_id, Run.status == "cancelled")
         await transaction.session.execute(update(Run).where(*paused).values(stop_mode="discard"))
+        await transaction.session.execute(text(ENQUEUE_CANCELLED_JOB), {"run_id": job.run_id})
 
 
 async def pause_job(transaction: RunTransaction, backends: Backends, job_id: str) -> None:

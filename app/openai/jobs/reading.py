@@ -27,9 +27,8 @@ _DEFAULTS = {
 # A probe only measures, and is no job.
 _JOBS = f"""
 SELECT first.id, first.created_at, first.job_metadata, first.job_grader, run.id AS run_id, run.status, run.backend,
-    run.method,
-    run.base_model, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode, run.stop_requested_at,
-    run.finished_at, run.error_code, run.error_message, run.output_attempt,
+    run.method, run.base_model, run.dataset_id, run.eval_dataset_id, run.total_steps, run.stop_mode,
+    run.stop_requested_at, run.finished_at, run.error_code, run.error_message, run.output_attempt,
     coalesce(cast(run.resources ->> 'devices' AS int), 1)
         / coalesce(cast(run.resources ->> 'sequence_parallel' AS int), 1) AS shares,
     {", ".join(f"coalesce(config.{name}, {default}) AS {name}" for name, default in _DEFAULTS.items())},
@@ -46,7 +45,8 @@ JOIN runs AS run
     ON run.id = coalesce((SELECT max(member.id) FROM runs AS member WHERE member.job_run_id = first.id), first.id)
 CROSS JOIN LATERAL jsonb_to_record(run.config) AS config (
     batch_size int, gradient_accumulation_steps int, lora_r int, learning_rate float, epochs float, max_steps bigint,
-    seed bigint, dpo jsonb, rlhf jsonb, eval_steps jsonb, report_to jsonb, wandb_project text, wandb_name text, wandb_entity text, extra jsonb
+    seed bigint, dpo jsonb, rlhf jsonb, eval_steps jsonb, report_to jsonb, wandb_project text, wandb_name text,
+    wandb_entity text, extra jsonb
 )
 WHERE first.task = 'train' AND first.job_run_id IS NULL AND config.extra ->> 'probe' IS DISTINCT FROM 'true'
 """

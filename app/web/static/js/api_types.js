@@ -285,7 +285,7 @@ export {};
  * @property {string} id
  * @property {string} name
  * @property {string} url
- * @property {'standard' | 'slack'} format
+ * @property {'standard' | 'slack' | 'openai'} format
  * @property {string[]} types
  * @property {{ tag?: string, status?: string[], [name: string]: any }} filter
  * @property {boolean} enabled

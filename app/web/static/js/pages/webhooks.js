@@ -19,10 +19,17 @@ export const title = 'Webhooks';
 const EVERY_MS = 3000;
 /** @type {Record<string, string>} Words for the types of events. */
 const TYPES = { end: 'Ends of runs', status: 'Status changes', progress: 'Progress' };
+/** @type {Record<string, string>} Words for the types of events of the format `openai`. */
+const JOB_TYPES = {
+  'fine_tuning.job.succeeded': 'Jobs that succeed',
+  'fine_tuning.job.failed': 'Jobs that fail',
+  'fine_tuning.job.cancelled': 'Jobs that are cancelled',
+};
 /** @type {[string, string][]} */
 const FORMATS = [
   ['standard', 'Signed JSON'],
   ['slack', 'Slack, Mattermost'],
+  ['openai', 'OpenAI'],
 ];
 /** @type {[string, string][]} */
 const TASKS = [
@@ -112,7 +119,7 @@ function List() {
 /** @param {api.Webhook} webhook */
 const describeEvents = (webhook) =>
   [
-    webhook.types.map((type) => TYPES[type] ?? type).join(', '),
+    webhook.types.map((type) => TYPES[type] ?? JOB_TYPES[type] ?? type).join(', '),
     ...Object.entries(webhook.filter).map(([name, value]) => `${name}: ${[value].flat().join(', ')}`),
   ].join(' · ');
 
@@ -301,6 +308,14 @@ function EditDialog({ webhook, onClose, onSaved }) {
   const [messageFormat, setMessageFormat] = useState(webhook?.format ?? 'standard');
   const [types, setTypes] = useState(webhook?.types ?? ['end']);
   const [conditions, setConditions] = useState(webhook?.filter ?? {});
+  const typesOfFormat = messageFormat === 'openai' ? JOB_TYPES : TYPES;
+  const changeFormat = (/** @type {any} */ value) => {
+    setMessageFormat(value);
+    // The types of the former format would be refused.
+    if ((value === 'openai') !== (messageFormat === 'openai')) {
+      setTypes(value === 'openai' ? Object.keys(JOB_TYPES) : ['end']);
+    }
+  };
   const saveWebhook = async () => {
     const filter = Object.fromEntries(
       Object.entries(conditions)
@@ -346,11 +361,11 @@ function EditDialog({ webhook, onClose, onSaved }) {
       />
     </div>
     <div class="f">
-      <${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${setMessageFormat} />
+      <${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${changeFormat} />
     </div>
     <p class="legend-text"><b>Events</b></p>
     <div class="row wrap" role="group" aria-label="Events">
-      ${Object.entries(TYPES).map(
+      ${Object.entries(typesOfFormat).map(
         ([type, text]) => html`<label class="check">
           <input type="checkbox" checked=${types.includes(type)} onChange=${() => setTypes(toggle(types, type))} />
           ${text}
