@@ -82,7 +82,12 @@ def forked_zygotes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zygotes
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainingStack]:
-    stack = TrainingStack(tmp_path_factory.mktemp("e2e"), preempt_after_seconds=0, preempt_min_seconds=0)
+    options: dict[str, Any] = {
+        "preempt_after_seconds": 0,
+        "preempt_min_seconds": 0,
+        "webhook_private_hosts": "127.0.0.1",
+    }
+    stack = TrainingStack(tmp_path_factory.mktemp("e2e"), **options)
     stack.add_worker(slots=1)
     yield stack
     stack.close()

@@ -1,8 +1,12 @@
 """Jobs of OpenAI's client that train: paused, resumed and killed, they have the losses of a job never paused."""
 
+import contextlib
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 
 from app.openai.ids import to_native_id
 from tests.e2e.conftest import QLORA, TrainingStack
+from tests.nodes import ROOT
 from tests.openai.conftest import client_of
 from tests.openai.test_guide import program_for
 from tests.stack import pids_of_trainers
@@ -19,6 +24,8 @@ from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset
 
 PAUSES = 10
+NODE_PACKAGE = "openai@6"
+SECONDS = 300
 
 
 @pytest.fixture(scope="module")
@@ -96,29 +103,51 @@ def test_program_of_the_guide_trains_and_prints_its_model(
 
 
 @pytest.mark.full
+def test_node_client_trains_a_model_streams_its_answer_and_unwraps_a_webhook(
+    stack: TrainingStack, tmp_path: Path, ends: None
+) -> None:
+    programs = Path(sys.prefix) / "bin"
+    variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def output_of(*command: str) -> str:
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=SECONDS * stack.slowness, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    options = ("--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error")
+    output_of(str(programs / "npm"), "install", *options, "--prefix", str(tmp_path), NODE_PACKAGE)
+    data = make_chat_dataset(tmp_path / "train.jsonl", 8)
+    native = {"config": {**QLORA, "method": "lora", "max_steps": 4, "save_steps": 2}}
+    del native["config"]["base_model"]
+    (model,) = output_of(
+        str(programs / "node"), str(ROOT / "tests" / "e2e" / "openai_client.mjs"), f"{stack.api.url}/openai/v1",
+        stack.api.key, str(tmp_path / "node_modules"), str(data), json.dumps(native),
+    ).split()  # fmt: skip
+    assert stack.run(model)["status"] == "completed"
+
+
+@pytest.mark.full
 def test_job_paused_ten_times_and_killed_in_between_has_the_losses_of_a_job_never_paused(
     stack: TrainingStack, client: openai.OpenAI, undisturbed: str, ends: None
 ) -> None:
     job_id = create(stack, client)
-    for number in range(PAUSES):
-        run_id = runs_of(stack, job_id)[-1]
-        if number % 3 == 1:  # while it trains
-            eventually(lambda at=run_id: stack.steps(at) or stack.run(at)["status"] == "completed", timeout=120)
-        if number % 3 == 2:
-            eventually(lambda at=run_id: stack.steps(at) or stack.run(at)["status"] == "completed", timeout=120)
-            for pid in pids_of_trainers(stack.journal(run_id)):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-        try:
+    with stack.pace.slow_from(1):  # so that it does not end before the last pause
+        for number in range(PAUSES):
+            run_id = runs_of(stack, job_id)[-1]
+            if number % 3:  # while it trains, else while it waits or starts
+                eventually(lambda at=run_id: stack.steps(at), timeout=120, what=f"{run_id} trains")
+            if number % 3 == 2:
+                for pid in pids_of_trainers(stack.journal(run_id)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             client.fine_tuning.jobs.pause(job_id)
-        except openai.ConflictError:
-            break  # it has ended
-        if until(client, job_id, "paused", "succeeded", "failed").status != "paused":
-            break
-        client.fine_tuning.jobs.resume(job_id)
+            paused = until(client, job_id, "paused", "succeeded", "failed")
+            assert paused.status == "paused", (number, paused.error)
+            client.fine_tuning.jobs.resume(job_id)
     done = until(client, job_id, "succeeded", "failed")
     assert done.status == "succeeded", done.error
+    assert len(runs_of(stack, job_id)) == PAUSES + 1
     assert steps(stack, job_id) == stack.steps(undisturbed)
     assert [job.id for job in client.fine_tuning.jobs.list() if job.training_file == done.training_file] == [job_id]
