@@ -1,7 +1,7 @@
 """Rewards of method `rlhf`: their types, parameters and bounds.
 
 Pure pydantic, no torch: the API validates with it; `worker/training/methods/rewards.py` computes the rewards. Patterns
-and schemas are only measured here, because to compile them may take long: `reward_patterns` checks them.
+and schemas are only measured here, because to compile them may take long: `reward_texts.patterns` checks them.
 """
 
 import json
@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, StringC
 from pydantic_core import PydanticCustomError
 
 from anneal.contracts.field_types import ModelName, PluginName, Strict, json_length
-from anneal.contracts.reward_patterns import MOST_PATTERN_CHARACTERS
-from anneal.contracts.reward_templates import COMPLETION, Template, template_columns
+from anneal.contracts.reward_texts.patterns import MOST_PATTERN_CHARACTERS
+from anneal.contracts.reward_texts.templates import COMPLETION, Template, template_columns
 
 _MOST_SCHEMA_CHARACTERS = 20_000
 _MOST_PARAMETER_CHARACTERS = 8_000
@@ -33,7 +33,7 @@ _LONG = (
 """Fields of a reward with unlimited length, which are the same after defaults are filled in."""
 
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=MOST_PATTERN_CHARACTERS)]
-"""Regular expression of Python's `re`, of bounded length: `reward_patterns` compiles it, in a process."""
+"""Regular expression of Python's `re`, of bounded length: `reward_texts.patterns` compiles it, in a process."""
 
 
 SimilarityMetric = Literal[
@@ -47,7 +47,7 @@ class _Weighted(Strict):
 
 
 def _not_too_long_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema unchanged, if it is short enough to be checked by `reward_patterns`, in a process."""
+    """Return the schema unchanged, if it is short enough to be checked by `reward_texts.patterns`, in a process."""
     try:
         length = len(json.dumps(schema, ensure_ascii=False))
     except (RecursionError, TypeError, ValueError) as error:

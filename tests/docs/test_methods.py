@@ -26,5 +26,5 @@ def test_every_method_and_reward_is_described() -> None:
         assert method.options is None or f'"{method.name}": {{' in TEXT
     rewards = json.dumps(RlhfOptions.model_json_schema())
     kinds = set(re.findall(r'"const": "(\w+)"', rewards))
-    assert len(kinds) == 10
+    assert len(kinds) == 12
     assert all(f"\n| `{kind}` |" in (GUIDES / "rewards.md").read_text() for kind in kinds), kinds

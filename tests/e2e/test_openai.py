@@ -24,7 +24,7 @@ from tests.waiting import eventually
 from tests.worker.training.tiny import make_chat_dataset
 
 PAUSES = 10
-NODE_PACKAGE = "openai@6"
+NODE_PACKAGE = "openai@7"
 SECONDS = 300
 
 

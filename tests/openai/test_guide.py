@@ -215,7 +215,7 @@ def test_jobs_of_the_past_become_run_files_with_the_lines_of_the_guide(
     client.fine_tuning.jobs.cancel(job.id)
     monkeypatch.setenv("OPENAI_BASE_URL", f"{api.url}/openai/v1")  # this service in place of OpenAI's
     monkeypatch.setenv("OPENAI_API_KEY", api.key)
-    program, *others = PROGRAMS[2:]
+    program, *others = PROGRAMS[3:]
     assert others == []
     exec(program, {})
     Path("exported").mkdir()

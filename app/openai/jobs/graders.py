@@ -3,27 +3,20 @@
 from typing import NoReturn
 
 from fastapi import APIRouter
-from pydantic import TypeAdapter, ValidationError
 
 from anneal.contracts.errors import FieldError
-from anneal.contracts.rewards import Rewards
 from anneal.contracts.schemas.openai.graders import JUDGE_URL, GraderRun, GraderValidate, GraderValidated, to_rewards
 from app.api.errors import ApiError, invalid
+from app.runs.creating.validation.rewards import reward_errors
 
 router = APIRouter(prefix="/fine_tuning/alpha/graders")
-
-_REWARDS: TypeAdapter[Rewards] = TypeAdapter(Rewards)
 
 
 @router.post("/validate")
 async def validate_grader(body: GraderValidate) -> GraderValidated:
     """Validate a grader as the creation of a job does, apart from its host and the columns of the data."""
     rewards, errors = to_rewards(body.grader, JUDGE_URL, "grader")
-    try:
-        _REWARDS.validate_python(rewards)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        errors += [FieldError(field="grader", code=problem["type"], message=problem["msg"]) for problem in problems]
+    errors += [FieldError(field="grader", code=code, message=message) for code, message in reward_errors(rewards)]
     if errors:
         raise invalid(errors)
     return GraderValidated(grader=body.grader)

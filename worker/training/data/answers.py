@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anneal.contracts.reward_templates import missing_path
+from anneal.contracts.reward_texts.templates import missing_path
 from anneal.contracts.rewards import NumericMatchReward, Reward, needs_answer, templates_of
 
 _NUMBER = re.compile(

@@ -12,7 +12,7 @@ from datasets import Dataset, Features, Json, List, Value
 from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
-from anneal.contracts.reward_templates import row_item
+from anneal.contracts.reward_texts.templates import row_item
 from anneal.contracts.rewards import Reward, referenced_columns
 from worker.training.data import reader, tokenization
 from worker.training.data.answers import answer_problem, item_problem

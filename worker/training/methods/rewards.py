@@ -16,7 +16,7 @@ import regex
 from jsonschema import Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from anneal.contracts.reward_templates import MissingValue, missing_path, render_template
+from anneal.contracts.reward_texts.templates import MissingValue, missing_path, render_template
 from anneal.contracts.rewards import (
     ExactMatchReward,
     FormatReward,

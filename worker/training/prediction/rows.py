@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from anneal.contracts.reward_templates import row_item
+from anneal.contracts.reward_texts.templates import row_item
 from worker.training.data.completions import Texts
 from worker.training.data.remarks import Remark
 from worker.training.data.tokenization import BadRow, Ints

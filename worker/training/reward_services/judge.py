@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from anneal.contracts.reward_templates import MissingValue, missing_path, render_template
+from anneal.contracts.reward_texts.templates import MissingValue, missing_path, render_template
 from anneal.contracts.rewards import JudgeReward, templates_of
 from app.infra.terminal_text import plain_line
 from worker.training.reward_services.service_client import BadResponse, CallContext, Post

@@ -10,7 +10,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from anneal.contracts.errors import FieldError
-from anneal.contracts.reward_templates import Template
+from anneal.contracts.reward_texts.templates import Template
 from anneal.contracts.schemas.runs.common import Body
 
 JUDGE_URL = "https://api.openai.com/v1"

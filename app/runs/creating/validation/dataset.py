@@ -7,7 +7,7 @@ from anneal.contracts import rewards
 from anneal.contracts.errors import FieldError
 from anneal.contracts.methods import DEFAULT_METHOD, METHODS, method_of, predict_options, rewards_of
 from anneal.contracts.prompts import PREDICTABLE_FORMATS
-from anneal.contracts.reward_templates import MESSAGES
+from anneal.contracts.reward_texts.templates import MESSAGES
 from app.runs.creating.validation.rewards import valid_rewards
 from app.tables.datasets import Dataset
 

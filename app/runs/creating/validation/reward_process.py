@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from anneal.contracts.reward_patterns import pattern_error, schema_error
+from anneal.contracts.reward_texts.patterns import pattern_error, schema_error
 from app.infra.process.sandbox import run_confined
 
 

@@ -38,6 +38,16 @@ def valid_rewards(config: Mapping[str, Any]) -> list[Reward]:
     return valid
 
 
+def reward_errors(rewards: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return code and message of each error of rewards, apart from their patterns and schemas."""
+    try:
+        _REWARDS.validate_python(rewards)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        return [(problem["type"], problem["msg"]) for problem in problems]
+    return []
+
+
 async def reward_problems(settings: Settings, config: Mapping[str, Any]) -> list[FieldError]:
     """Return errors of the patterns and schemas in a configuration whose lengths are within bounds.
 

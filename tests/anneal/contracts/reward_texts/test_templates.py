@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from anneal.contracts.reward_templates import (
+from anneal.contracts.reward_texts.templates import (
     MissingValue,
     Template,
     missing_path,

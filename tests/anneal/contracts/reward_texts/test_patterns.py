@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anneal.contracts.reward_patterns import pattern_error, schema_error
+from anneal.contracts.reward_texts.patterns import pattern_error, schema_error
 from tests.properties import examples
 
 GOOD_PATTERNS = [
