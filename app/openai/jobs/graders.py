@@ -1,11 +1,9 @@
 """`/openai/v1/fine_tuning/alpha/graders`: graders are validated here; only processes that train run them."""
 
-from typing import NoReturn
-
 from fastapi import APIRouter
 
 from anneal.contracts.errors import FieldError
-from anneal.contracts.schemas.openai.graders import JUDGE_URL, GraderRun, GraderValidate, GraderValidated, to_rewards
+from anneal.contracts.schemas.openai.graders import JUDGE_URL, GraderValidate, GraderValidated, to_rewards
 from app.api.errors import ApiError, invalid
 from app.runs.creating.validation.rewards import reward_errors
 
@@ -22,8 +20,8 @@ async def validate_grader(body: GraderValidate) -> GraderValidated:
     return GraderValidated(grader=body.grader)
 
 
-@router.post("/run", response_model=None)
-async def run_grader(body: GraderRun) -> NoReturn:
+@router.post("/run", include_in_schema=False)
+async def run_grader() -> None:
     """Refuse to run a grader: the libraries that compute scores are with the workers."""
     raise ApiError(
         422,

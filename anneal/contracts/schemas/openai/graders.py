@@ -170,15 +170,6 @@ class GraderValidated(BaseModel):
     grader: Grader
 
 
-class GraderRun(GraderValidate):
-    """Request to score a sample."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"grader": _GRADER, "model_sample": "4"}})
-
-    model_sample: str
-    item: dict[str, Any] | None = None
-
-
 def to_rewards(grader: Grader, judge_url: str, place: str) -> tuple[list[dict[str, Any]], list[FieldError]]:
     """Return the rewards of a grader, and errors of what has no counterpart; `place` is the field of the grader.
 
