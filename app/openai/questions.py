@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import select
@@ -246,7 +247,11 @@ class Questions:
         for piece in json.loads(fields.get(PIECES, "[]")):
             if (open_question := self._open.get(piece["question_id"])) is not None:
                 open_question.is_started = True
-                open_question.arrivals.put_nowait(AnswerPiece.model_validate(piece))
+                try:
+                    open_question.arrivals.put_nowait(AnswerPiece.model_validate(piece))
+                except ValidationError as error:  # without the piece, the answer would be wrong, or have no end
+                    log.warning("a piece of an answer of %s is invalid: %s", open_question.run_id, error)
+                    open_question.arrivals.put_nowait(_piece_not_understood(open_question.run_id))
 
     async def _watch_runs(self) -> None:
         """Look at the runs of open questions: one that ends or is lost answers no more."""
@@ -366,6 +371,11 @@ def _waited_too_long(open_question: _OpenQuestion, run: Any, *, is_alive: bool) 
 
 def _error_of_engine(error: AnswerError) -> ApiError:
     return ApiError(_STATUS.get(error.code, 503), error.code, error.message)
+
+
+def _piece_not_understood(run_id: str) -> ApiError:
+    message = f"The worker of serving run {run_id} answers in another form than this server reads: install one version."
+    return ApiError(503, "serving_failed", message, headers=NO_RETRY)
 
 
 def answer_interrupted() -> ApiError:

@@ -1,5 +1,6 @@
 """Answers over OpenAI's API: what its client gets, and what becomes of questions when runs and workers vanish."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,7 @@ from redis import Redis
 from sqlalchemy import Engine, text
 
 from app.infra.ids import new_id
-from app.infra.question_streams import REPLY, alive_key, questions_stream
+from app.infra.question_streams import PIECES, REPLY, alive_key, questions_stream
 from app.openai import questions
 from app.runs.state import machine
 from tests.factories import Trainer, count_runs
@@ -305,6 +306,17 @@ class TestEnd:
             process.fail(question, "internal")
             with pytest.raises(openai.APIError, match="It cannot be answered"):
                 next(stream)
+
+    def test_piece_of_a_worker_of_another_version_ends_the_answer_with_an_error(
+        self, emptied_api: ApiServer, engine: Engine, ask: Ask
+    ) -> None:
+        answer = ask()
+        with serving(emptied_api, engine) as process, Redis.from_url(emptied_api.settings.redis_url or "") as redis:
+            piece = {"question_id": process.next_question()["id"], "text": "x", "is_new": True}
+            replies = emptied_api.application.state.questions._replies  # type: ignore[attr-defined]
+            redis.xadd(replies, {PIECES: json.dumps([piece])})
+            assert refused(answer) == (503, "serving_failed")
+            assert process.next_cancelled() == piece["question_id"]
 
     def test_more_questions_than_a_run_may_have_open_are_refused(
         self, emptied_api: ApiServer, engine: Engine, ask: Ask
