@@ -53,10 +53,10 @@ async def create_endpoint(
 ) -> EndpointWithSecret:
     """Create a webhook: ends of fine-tuning jobs are sent to its URL. Only this response has its secret."""
     earlier_id = await _find_created(session, caller, body) if is_retry(request) else None
-    if earlier_id is not None:  # its secret was in the response that the client has not got
-        webhook, secret = await service.rotate_secret(
-            session, settings, earlier_id, caller.key_id, keeps_previous=False
-        )
+    if earlier_id is not None:
+        # Its secret was in the response that the client has not got; or a receiver has it, if the retry repeats another
+        # request than the one that created it.
+        webhook, secret = await service.rotate_secret(session, settings, earlier_id, caller.key_id)
     else:
         native = WebhookCreate(name=body.name, url=body.url, types=[*body.event_types], format=_FORMAT)
         webhook, secret = await service.create_webhook(session, settings, native, caller.key_id)

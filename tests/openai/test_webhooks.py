@@ -200,6 +200,23 @@ def test_webhook_whose_answer_was_lost_is_created_once_with_a_secret_that_works(
     unwrap(client, receiver.at("/lost")[-1], webhook.signing_secret)
 
 
+def test_retry_that_finds_a_webhook_in_use_leaves_its_secret_valid(
+    client: openai.OpenAI,
+    jobs: Jobs,
+    create: Callable[..., Any],
+    receiver: Receiver,  # noqa: F811
+) -> None:
+    webhook, headers = create("used"), {"x-stainless-retry-count": "1"}
+    url = f"{receiver.url}/used"
+    again = client.webhooks.create(name="used", url=url, event_types=TYPES, extra_headers=headers)
+    assert again.id == webhook.id and again.signing_secret != webhook.signing_secret
+    job_id = jobs.create().id
+    client.fine_tuning.jobs.cancel(job_id)
+    (message,) = receiver.wait_for("/used")
+    for secret in (webhook.signing_secret, again.signing_secret):
+        assert unwrap(client, message, secret) == (CANCELLED, job_id)
+
+
 @pytest.mark.parametrize(
     ("changes", "param", "code"),
     [
