@@ -64,7 +64,7 @@ for await (const chunk of stream) {
   answer += chunk.choices[0]?.delta.content ?? "";
   usage = chunk.usage ?? usage;
 }
-assert.ok(answer.length > 0 && usage.completion_tokens > 0);
+assert.ok(answer.length > 0 && usage.completion_tokens > 0, JSON.stringify({ answer, usage }));
 
 while (messages.length === 0) await pause(200);
 const [{ body, headers }] = messages;
@@ -76,4 +76,4 @@ await assert.rejects(client.fineTuning.jobs.retrieve("ftjob-none"), OpenAI.NotFo
 
 receiver.closeAllConnections();
 receiver.close();
-console.log(job.fine_tuned_model);
+console.log(JSON.stringify({ model: job.fine_tuned_model, answer }));

@@ -104,7 +104,7 @@ def test_program_of_the_guide_trains_and_prints_its_model(
 
 @pytest.mark.full
 def test_node_client_trains_a_model_streams_its_answer_and_unwraps_a_webhook(
-    stack: TrainingStack, tmp_path: Path, ends: None
+    stack: TrainingStack, client: openai.OpenAI, tmp_path: Path, ends: None
 ) -> None:
     programs = Path(sys.prefix) / "bin"
     variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
@@ -119,13 +119,18 @@ def test_node_client_trains_a_model_streams_its_answer_and_unwraps_a_webhook(
     options = ("--no-audit", "--no-fund", "--no-package-lock", "--loglevel=error")
     output_of(str(programs / "npm"), "install", *options, "--prefix", str(tmp_path), NODE_PACKAGE)
     data = make_chat_dataset(tmp_path / "train.jsonl", 8)
-    native = {"config": {**QLORA, "method": "lora", "max_steps": 4, "save_steps": 2}}
-    del native["config"]["base_model"]
-    (model,) = output_of(
+    # A low rate, so that the model does not learn to answer nothing.
+    config = {**QLORA, "method": "lora", "max_steps": 4, "save_steps": 2, "learning_rate": 1e-6}
+    native = {"config": {name: value for name, value in config.items() if name != "base_model"}}
+    printed = output_of(
         str(programs / "node"), str(ROOT / "tests" / "e2e" / "openai_client.mjs"), f"{stack.api.url}/openai/v1",
         stack.api.key, str(tmp_path / "node_modules"), str(data), json.dumps(native),
-    ).split()  # fmt: skip
+    )  # fmt: skip
+    model, answer = (json.loads(printed)[name] for name in ("model", "answer"))
     assert stack.run(model)["status"] == "completed"
+    question: Any = [{"role": "user", "content": "what is row 7"}]
+    again = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=8)
+    assert again.choices[0].message.content == answer
 
 
 @pytest.mark.full
