@@ -303,6 +303,12 @@ class TestWebhooks:
         expect(page.get_by_text("No delivery has this status.")).to_be_visible()
         page.get_by_role("button", name="Failed").click()
         expect(row).to_be_visible()
+        page.get_by_role("button", name="Edit").click()
+        dialog.get_by_role("button", name="OpenAI").click()
+        dialog.get_by_label("Jobs that are cancelled").uncheck()
+        dialog.get_by_role("button", name="Save").click()
+        expect(page.get_by_text("Jobs that succeed, Jobs that fail")).to_be_visible()
+        assert shared_api.client.get(path).json()["format"] == "openai"
         assert shared_api.client.delete(path).status_code == 204
 
 

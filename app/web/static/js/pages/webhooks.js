@@ -360,9 +360,7 @@ function EditDialog({ webhook, onClose, onSaved }) {
         onInput=${(/** @type {any} */ event) => setName(event.target.value)}
       />
     </div>
-    <div class="f">
-      <${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${changeFormat} />
-    </div>
+    <div class="f"><${Choice} label="Format" value=${messageFormat} options=${FORMATS} onChange=${changeFormat} /></div>
     <p class="legend-text"><b>Events</b></p>
     <div class="row wrap" role="group" aria-label="Events">
       ${Object.entries(typesOfFormat).map(
