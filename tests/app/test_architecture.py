@@ -81,12 +81,12 @@ def test_the_supervisor_imports_neither_torch_nor_http() -> None:
 
 
 def test_the_api_is_imported_in_hardly_more_time_than_what_it_stands_on() -> None:
-    """On a machine that imports FastAPI, SQLAlchemy, Celery and so on in 1 s it starts in under 1.8.
+    """On a machine that imports FastAPI, SQLAlchemy, Celery and so on in 1 s it starts in under 1.9.
 
     Processor time against processor time of the same process, the best of five: a slow or busy machine does not count.
     The garbage collector is off, because whichever import reaches its threshold pays for the objects of all others.
     """
-    assert any(_own_share() < 0.8 for _ in range(5))
+    assert any(_own_share() < 0.9 for _ in range(5))
 
 
 def _own_share() -> float:
