@@ -78,8 +78,7 @@ async def test_claim_while_the_queue_is_paused_takes_no_run_and_the_first_one_af
 
 
 async def test_no_claim_that_began_before_the_pause_ends_after_it(own: AsyncEngine, engine: Engine) -> None:
-    worker = add_worker(engine)
-    add_run(engine)
+    worker, run = add_worker(engine), add_run(engine)
     turn = engine.connect()
     take_turn(turn)
     claimed: list[Any] = []
@@ -90,10 +89,11 @@ async def test_no_claim_that_began_before_the_pause_ends_after_it(own: AsyncEngi
         eventually(lambda: turn.scalar(waits) == 1)
         threading.Timer(0.2, turn.rollback).start()
         await pause(own)
-        assert claimed and claimed[0] is not None, "it was before the pause"
+        assert run_row(engine, run.id).status == "initializing", "it was claimed before the pause"
     finally:
         turn.close()
         claiming.join()
+    assert claimed[0] is not None
     assert claim(engine, add_worker(engine)) is None
 
 
