@@ -14,6 +14,7 @@ from tests.worker.training.prediction.test_predict import answers_of, make_quest
 from tests.worker.training.reward_services.service import Reply, RewardService, reward_service
 from tests.worker.training.tiny import Forks, Outcome, make_job, make_prompts, make_tiny_model
 from tests.worker.training.two_ranks import TwoRanks
+from worker.training.methods.text_comparison import similarity
 
 KEY = "sk-key-of-ada-0123456789"
 VARIABLES = {"ANNEAL_REWARD_KEY_JUDGE_KEY": KEY}
@@ -67,7 +68,9 @@ def test_completion_without_a_score_is_left_out_of_its_group_and_resumed_steps_a
     forks: Forks, model: Path, service: RewardService, tmp_path: Path
 ) -> None:
     data = make_prompts(tmp_path / "prompts.jsonl", 16)
-    rewards = [LENGTH, {"type": "http", "url": service.url, "rows_per_request": 3}]
+    # Without weight: it is there for the column of the row that it refers to.
+    check = {"type": "string_check", "reference": "{{ item.prompt }}", "operation": "ne", "weight": 0.0}
+    rewards = [LENGTH, {"type": "http", "url": service.url, "rows_per_request": 3}, check]
     rlhf = {"num_generations": 4, "max_completion_length": 12, "rewards": rewards}
     fields: dict[str, Any] = {"data_format": "prompt", "rlhf": rlhf, **TRAINING}
     whole = run(forks, make_job(tmp_path, model, data, **fields))
@@ -83,7 +86,7 @@ def test_completion_without_a_score_is_left_out_of_its_group_and_resumed_steps_a
     posted = [row["completion"] for call in service.calls for row in call.json["rows"]]
     missing = [share_of_e(completion) for completion in posted].count(None)
     last = whole.of("metric")[-1]["extra"]
-    assert len(posted) == 4 * 8 and missing > 0
+    assert len(posted) == 4 * 8 and missing > 0 and last["reward_string_check"] == 1
     assert (last["reward_calls"], last["reward_missing"]) == (4 * 3, missing)
     lines = [record["line"] for record in whole.of("message")]
     assert any(line.startswith("Reward `http` is missing for ") for line in lines)
@@ -102,12 +105,20 @@ def test_answers_of_a_prediction_are_scored_and_a_missing_score_is_no_zero(
     forks: Forks, model: Path, service: RewardService, tmp_path: Path
 ) -> None:
     data = make_questions(tmp_path / "data.jsonl", 12)
-    options = {"rewards": [{"type": "http", "url": service.url}, LENGTH], "system_prompt": "Be brief."}
+    same = {
+        "type": "text_similarity",
+        "reference": "{{ item.answer }}",
+        "evaluation_metric": "fuzzy_match",
+        "weight": 0.0,
+    }
+    options = {"rewards": [{"type": "http", "url": service.url}, LENGTH, same], "system_prompt": "Be brief."}
     done = run(forks, prediction_job(tmp_path, model, data, options=options))
     rows = answers_of(done)
     scores = [share_of_e(row["prediction"]) for row in rows]
     assert [row["scores"]["reward_http"] for row in rows] == scores
     assert [row["scores"]["reward"] is None for row in rows] == [score is None for score in scores]
+    similar = [similarity("fuzzy_match")(row["prediction"], row["reference"]) for row in rows]
+    assert [row["scores"]["reward_text_similarity"] for row in rows] == similar
     posted = {row["reference"]: row for call in service.calls for row in call.json["rows"]}
     system = {"role": "system", "content": "Be brief."}
     assert {row["reference"]: ([system, *row["prompt"]], row["prediction"]) for row in rows} == {
