@@ -19,6 +19,8 @@ _COMMANDS = (
     (r"POST /v1/datasets\b", "`anneal datasets upload`"),
     (r"POST /v1/experiments\b", "`anneal experiments create`"),
     (r"`POST /v1/runs/estimate`", "`anneal runs estimate`"),
+    (r"POST /v1/runs/predict\b", "`anneal predict`"),
+    (r", or POST /v1/runs/delete with these IDs", ""),
     (r'PATCH it with \{"pinned": false\} first', "unpin it first with `anneal runs unpin`"),
     (r"`\?cascade=true`", "`--with-runs`"),
     (r"send `file_format`", "add `--file-format`"),
