@@ -38,7 +38,7 @@ def emptied(emptied_api: ApiServer) -> Iterator[ApiServer]:
     """The API of the file, without datasets and their files."""
     yield emptied_api
     for folder in (emptied_api.settings.storage_root / "datasets").iterdir():
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # the API may still remove the files of a deleted one
 
 
 @pytest.fixture
