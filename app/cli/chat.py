@@ -105,12 +105,12 @@ class _Conversation:
         try:
             with closing(stream):
                 for chunk in stream:
-                    wait.end()
+                    wait.end_wait()
                     typer.echo(plain_text(chunk.text), nl=False)
                     answer += chunk.text
                     finish_reason = next((choice.finish_reason for choice in chunk.choices), finish_reason)
         finally:
-            wait.end()
+            wait.end_wait()
             if answer:
                 typer.echo()
                 self._messages = [*messages, {"role": "assistant", "content": answer}]
@@ -131,7 +131,7 @@ class _Wait:
         self._thread = threading.Thread(target=self._look, args=(run_id,), daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def end_wait(self) -> None:
         """End the looks; nothing is printed from then on."""
         if self._thread is not None:
             self._has_ended.set()

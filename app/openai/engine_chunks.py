@@ -77,7 +77,7 @@ class ChunkReader:
         self._last: AnswerPiece | None = None
         self._usage: _Usage | None = None
 
-    def read(self, data: str) -> Iterator[AnswerPiece]:
+    def read_chunk(self, data: str) -> Iterator[AnswerPiece]:
         """Yield the pieces of a chunk.
 
         Raises:

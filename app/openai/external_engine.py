@@ -171,7 +171,7 @@ class ExternalEngine:
                     reader = ChunkReader(question.n)
                     async for event in EventSource(response).aiter_sse():
                         if event.data != "[DONE]":
-                            for piece in reader.read(event.data):
+                            for piece in reader.read_chunk(event.data):
                                 yield piece
                     yield reader.read_end()
                     return

@@ -1,4 +1,4 @@
-"""Whether a worker has the quantizer of llama.cpp."""
+"""Add the column that says if a worker has the quantizer of llama.cpp."""
 
 import sqlalchemy as sa
 from alembic import op

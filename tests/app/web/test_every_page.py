@@ -109,13 +109,13 @@ def problems_of(
         page.goto(address)
         expect(page.locator("main h1")).to_be_visible()
         expect(page.locator("[aria-busy=true]")).to_have_count(0)
-        wrong = violations(page) if audited.fullmatch(address) else []
-        wrong += too_wide(page)
+        page_problems = violations(page) if audited.fullmatch(address) else []
+        page_problems += too_wide(page)
         if viewport != PHONE and audited.fullmatch(address):
             page.set_viewport_size(PHONE)
-            wrong += too_wide(page)
+            page_problems += too_wide(page)
         if page.locator("img[src='x'], main script, [onerror]").count():
-            wrong.append("text became markup")
-        problems += [f"{address}: {what}" for what in wrong]
+            page_problems.append("text became markup")
+        problems += [f"{address}: {what}" for what in page_problems]
     page.remove_listener("dialog", fail)
     return problems

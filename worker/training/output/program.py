@@ -30,11 +30,11 @@ Measure = Callable[[str], tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class EndedProgram:
-    """How a program ended."""
+    """Exit and output of a program that has ended."""
 
     status: int
     output: str
-    """What it wrote to both streams."""
+    """Standard output and standard error, as they were written."""
 
     @property
     def reason(self) -> str:

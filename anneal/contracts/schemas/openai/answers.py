@@ -207,7 +207,7 @@ class IndexedToolCall(ToolCallObject):
 
 
 class ChunkDelta(BaseModel):
-    """What a part of an answer adds to the message of a choice."""
+    """Text and tool calls that a part of an answer appends to the message of a choice."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

@@ -374,9 +374,9 @@ class TestRewards:
     ],
 )
 def test_a_gguf_file_has_a_whole_model_that_generates_text(config: dict[str, Any], says: str | None) -> None:
-    wrong = conflicts_of({**config, "gguf": "f16"})
-    assert list(wrong) == ([] if says is None else ["gguf"])
-    assert says is None or says in wrong["gguf"][1]
+    conflicts = conflicts_of({**config, "gguf": "f16"})
+    assert list(conflicts) == ([] if says is None else ["gguf"])
+    assert says is None or says in conflicts["gguf"][1]
 
 
 @pytest.mark.parametrize(
@@ -397,5 +397,5 @@ def test_a_gguf_type_may_be_an_alias_of_llama_cpp_in_any_case(name: Any, stored:
     ],
 )
 def test_a_gguf_type_that_a_run_cannot_write_is_refused(name: Any, code: str, says: str) -> None:
-    wrong = conflicts_of({"method": "full", "gguf": name})
-    assert wrong["gguf"][0] == code and says in wrong["gguf"][1]
+    conflicts = conflicts_of({"method": "full", "gguf": name})
+    assert conflicts["gguf"][0] == code and says in conflicts["gguf"][1]
